@@ -1,0 +1,134 @@
+"""What an encoder and its budget are made of: frozen, valid or not constructed. Presets are rows."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from budgetformer.errors import UsageError
+
+ESTIMATORS = ("soft_topk", "paper", "gumbel", "hard_concrete", "top_p")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
+NORMS = ("post", "pre")
+POOLINGS = ("mean", "first")
+ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
+BUDGET_LOSSES = ("lagrange", "paper")
+
+
+def _need(holds: bool, owner: str, name: str, value: Any, rule: str) -> None:
+    if not holds:
+        raise UsageError(f"{owner}: {name}={value!r}: {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """How a budget is learned and spent. Written for units of a sublayer; a head is one kind of unit.
+
+    `target` is the mean share of head FLOPs that training aims at, in (0, 1]. `view` is what the router sees of an
+    input: the mean over real tokens, alone or beside the first token or the maximum.
+    """
+
+    target: float = 1.0
+    estimator: str = "soft_topk"
+    min_units: int = 1
+    router_hidden: int = 64
+    view: str = "mean"
+    # exploration -> exploitation, as shares of training progress
+    anneal_until: float = 0.5  # the budget has come down from 1 to the target
+    explore_until: float = 0.6  # noise on the scores is gone, rounding is deterministic
+    noise: float = 1.0  # scale of the Gumbel noise at the start
+    tau_start: float = 1.0
+    tau_end: float = 0.1
+    # the budget's loss
+    loss: str = "lagrange"
+    multiplier_rate: float = 0.05  # step of the dual ascent, per training step
+    stiffness: float = 5.0  # weight of the squared excess (augmented Lagrangian)
+    share_min: float = 0.1  # the paper's hinge interval
+    share_max: float = 0.9
+    entropy_weight: float = 0.01  # the paper's entropy term
+    spread: float = 0.0  # weight of the reward for spending where the teacher is unsure
+
+    def __post_init__(self):
+        def need(name: str, holds: bool, rule: str) -> None:
+            _need(holds, "budget", name, getattr(self, name), rule)
+
+        need("target", 0.0 < self.target <= 1.0, "must lie in (0, 1]; 1 keeps every head")
+        need("estimator", self.estimator in ESTIMATORS, f"choose one of {', '.join(ESTIMATORS)}")
+        need("view", self.view in ROUTER_VIEWS, f"choose one of {', '.join(ROUTER_VIEWS)}")
+        need("loss", self.loss in BUDGET_LOSSES, f"choose one of {', '.join(BUDGET_LOSSES)}")
+        need("min_units", self.min_units >= 0, "must be 0 or more")
+        need("router_hidden", self.router_hidden >= 1, "must be 1 or more")
+        need("tau_end", 0.0 < self.tau_end <= self.tau_start, "must be above 0 and at most tau_start")
+        for name in ("anneal_until", "explore_until"):
+            need(name, 0.0 <= getattr(self, name) <= 1.0, "is a share of training, so it must lie in [0, 1]")
+        for name in ("noise", "multiplier_rate", "stiffness", "entropy_weight", "spread"):
+            need(name, getattr(self, name) >= 0.0, "must be 0 or more")
+        need("share_min", 0.0 <= self.share_min <= self.share_max <= 1.0, "need 0 <= share_min <= share_max <= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Sizes and choices of an encoder. The defaults are BERT-base's."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    intermediate_size: int = 3072
+    max_positions: int = 512  # longest input, in tokens
+    position_offset: int = 0  # RoBERTa's tables start at pad_token_id + 1
+    token_types: int = 2  # 0: none
+    embedding_size: int | None = None  # ELECTRA's small embeddings; None: hidden_size
+    pad_token_id: int = 0
+    activation: str = "gelu"
+    norm: str = "post"
+    norm_eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+
+    def __post_init__(self):
+        def need(name: str, holds: bool, rule: str) -> None:
+            _need(holds, "encoder", name, getattr(self, name), rule)
+
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_positions"):
+            value = getattr(self, name)
+            need(name, isinstance(value, int) and value >= 1, "must be a whole number of 1 or more")
+        need(
+            "num_heads",
+            self.hidden_size % self.num_heads == 0,
+            f"must divide hidden_size={self.hidden_size} without a rest",
+        )
+        need("activation", self.activation in ACTIVATIONS, f"choose one of {', '.join(ACTIVATIONS)}")
+        need("norm", self.norm in NORMS, f"choose one of {', '.join(NORMS)}")
+        need("embedding_size", self.embedding_size is None or self.embedding_size >= 1, "must be None or 1 or more")
+        for name in ("position_offset", "token_types"):
+            need(name, getattr(self, name) >= 0, "must be 0 or more")
+        for name in ("dropout", "attention_dropout"):
+            need(name, 0.0 <= getattr(self, name) < 1.0, "must lie in [0, 1)")
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The row `name` of `PRESETS`, with `changes` on top."""
+        if name not in PRESETS:
+            raise UsageError(f"preset={name!r}: there is none of that name; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+
+# fmt: off
+PRESETS: dict[str, dict[str, Any]] = {
+    # The paper's encoder trained from scratch (arXiv 2604.22583, section on experiments): 4 layers, D = 768, H = 8.
+    "paper": dict(hidden_size=768, num_layers=4, num_heads=8, intermediate_size=3072, token_types=2),
+    "base":  dict(hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
+    "mini":  dict(hidden_size=384, num_layers=6, num_heads=12, intermediate_size=1536),
+    "tiny":  dict(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, max_positions=64, vocab_size=97),
+}
+# fmt: on
+
+
+def known_fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `values` that are fields of the dataclass `cls`."""
+    names = {field.name for field in fields(cls)}
+    return {key: value for key, value in values.items() if key in names}

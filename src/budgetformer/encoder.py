@@ -1,0 +1,206 @@
+"""The encoder: embeddings, layers of budgeted attention and feed-forward, pooling, classifier. Pure PyTorch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from budgetformer.attention import BudgetedMultiheadAttention, check_budget
+from budgetformer.config import BudgetConfig, EncoderConfig
+from budgetformer.errors import UsageError
+from budgetformer.router import Routing, allocate, pool
+from budgetformer.schedule import Exploration, Schedule
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True)
+class EncoderOutput:
+    """hidden: (batch, token, width). routings: one per layer. all_hidden, all_weights: per layer, when asked for."""
+
+    hidden: Float[Tensor, "batch token width"]
+    routings: tuple[Routing, ...]
+    all_hidden: tuple[Tensor, ...] | None = None
+    all_weights: tuple[Tensor, ...] | None = None
+
+
+class Embeddings(nn.Module):
+    """Words, learned absolute positions and token types, normed; projected where ELECTRA's are narrower."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        width = config.embedding_size or config.hidden_size
+        self.config = config
+        self.word = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.position = nn.Embedding(config.max_positions + config.position_offset, width)
+        self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.projection = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        keep: Bool[Tensor, "batch token"],
+        token_types: Int[Tensor, "batch token"] | None = None,
+    ) -> Float[Tensor, "batch token width"]:
+        """Positions count real tokens only, so padding on either side changes nothing."""
+        if input_ids.shape[1] > self.config.max_positions and int(keep.sum(1).max()) > self.config.max_positions:
+            raise UsageError(
+                f"an input has {int(keep.sum(1).max())} tokens, the model has {self.config.max_positions} positions: "
+                f"truncate to {self.config.max_positions}"
+            )
+        positions = (keep.long().cumsum(1) - 1).clamp_min(0) + self.config.position_offset
+        x = self.word(input_ids) + self.position(positions)
+        if self.token_type is not None:
+            types = torch.zeros_like(input_ids) if token_types is None else token_types
+            x = x + self.token_type(types)
+        x = self.dropout(self.norm(x))
+        return x if self.projection is None else self.projection(x)
+
+
+class FeedForward(nn.Module):
+    """`act(x W1 + b1) W2 + b2`: a sum over blocks of neurons, as attention is a sum over heads."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+        """Same shape out."""
+        return self.down(self.activation(self.up(x)))
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each with a residual and a norm after (post, BERT) or before (pre) it."""
+
+    def __init__(self, config: EncoderConfig, budget: BudgetConfig):
+        super().__init__()
+        self.pre = config.norm == "pre"
+        self.attention = BudgetedMultiheadAttention(
+            config.hidden_size,
+            config.num_heads,
+            dropout=config.attention_dropout,
+            batch_first=True,
+            budget_config=budget,
+        )
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch token width"],
+        keep: Bool[Tensor, "batch token"],
+        *,
+        explore: Exploration,
+        count: Tensor | None = None,
+        gates: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Routing, Tensor | None]:
+        """Output, the attention's routing, and its weights when asked for."""
+        inner = self.attention_norm(x) if self.pre else x
+        done = self.attention.attend(
+            inner, keep=keep, need_weights=need_weights, count=count, gates=gates, explore=explore
+        )
+        x = x + self.dropout(done.output)
+        x = x if self.pre else self.attention_norm(x)
+        inner = self.feed_forward_norm(x) if self.pre else x
+        x = x + self.dropout(self.feed_forward(inner))
+        return x if self.pre else self.feed_forward_norm(x), done.routing, done.weights
+
+
+class Encoder(nn.Module):
+    """Token ids to hidden states, with a routing per layer."""
+
+    profile: Tensor
+
+    def __init__(self, config: EncoderConfig, budget: BudgetConfig | None = None):
+        super().__init__()
+        self.config = config
+        self.budget = budget or BudgetConfig()
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(EncoderLayer(config, self.budget) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.norm == "pre" else None
+        # Each layer's mean share in training: how a budget named at run time is spread over the layers.
+        self.register_buffer("profile", torch.ones(config.num_layers))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        keep: Bool[Tensor, "batch token"] | None = None,
+        token_types: Int[Tensor, "batch token"] | None = None,
+        *,
+        explore: Exploration | None = None,
+        budget: float | Tensor | None = None,
+        gates: Tensor | None = None,
+        need_weights: bool = False,
+        need_hidden: bool = False,
+        run_layer: Callable[..., tuple[Tensor, Routing, Tensor | None]] | None = None,
+    ) -> EncoderOutput:
+        """Encode a batch.
+
+        budget: None spends what was learned; a share, or one per input, spends exactly that (over all layers
+        together). gates (batch, layer, head): the heads themselves. run_layer wraps the call of a layer
+        (gradient checkpointing).
+        """
+        keep = torch.ones_like(input_ids, dtype=torch.bool) if keep is None else keep
+        explore = explore or Schedule(budget=self.budget).settled
+        count = None
+        if budget is not None:
+            shares = check_budget(budget, len(input_ids), input_ids.device)
+            count = allocate(shares, self.profile, self.config.num_heads, self.budget.min_units)
+        x = self.embeddings(input_ids, keep, token_types)
+        routings, hidden, weights = [], [x], []
+        for i, layer in enumerate(self.layers):
+            call = layer if run_layer is None else (lambda *args, layer=layer, **kw: run_layer(layer, *args, **kw))
+            x, routing, layer_weights = call(
+                x,
+                keep,
+                explore=explore,
+                count=None if count is None else count[:, i],
+                gates=None if gates is None else gates[:, i],
+                need_weights=need_weights,
+            )
+            routings.append(routing)
+            hidden.append(x)
+            weights.append(layer_weights)
+        x = x if self.norm is None else self.norm(x)
+        return EncoderOutput(
+            x, tuple(routings), tuple(hidden) if need_hidden else None, tuple(weights) if need_weights else None
+        )
+
+
+class Classifier(nn.Module):
+    """Pooled hidden state to logits. `hidden` adds the dense layer that fine-tuned BERT-family heads have."""
+
+    def __init__(self, width: int, labels: int, *, pooling: str = "mean", hidden: str | None = None, dropout: float = 0.1):
+        super().__init__()
+        self.pooling = pooling
+        self.dense = nn.Linear(width, width) if hidden else None
+        self.activation = ACTIVATIONS[hidden] if hidden else None
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, labels)
+
+    def pool(self, x: Float[Tensor, "batch token width"], keep: Bool[Tensor, "batch token"]) -> Tensor:
+        """The mean over real tokens, or the first real token: (batch, width)."""
+        return pool(x, keep) if self.pooling == "mean" else pool(x, keep, "mean+first")[:, x.shape[-1] :]
+
+    def forward(self, x: Float[Tensor, "batch token width"], keep: Bool[Tensor, "batch token"]) -> Tensor:
+        """Logits (batch, labels)."""
+        pooled = self.pool(x, keep)
+        if self.dense is not None and self.activation is not None:
+            pooled = self.activation(self.dense(self.dropout(pooled)))
+        return self.out(self.dropout(pooled))

@@ -1,0 +1,348 @@
+"""The Hugging Face skin: a configuration and two models that Auto classes, pipelines and Trainer know."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+from transformers.trainer_callback import TrainerCallback
+
+from budgetformer import flops, losses
+from budgetformer.attention import BudgetedMultiheadAttention
+from budgetformer.config import BudgetConfig, EncoderConfig, known_fields
+from budgetformer.encoder import Classifier, Encoder, EncoderOutput
+from budgetformer.errors import ModelFolderError, UsageError
+from budgetformer.schedule import Schedule
+
+
+class BudgetFormerConfig(PreTrainedConfig):
+    """Sizes (the fields of `EncoderConfig`), the budget (a `BudgetConfig` as a mapping), the classifier and its losses."""
+
+    model_type = "budgetformer"
+    keys_to_ignore_at_inference = ["gates", "wanted", "head_share", "loss_parts", "hidden_states", "attentions"]  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "max_positions",
+        "type_vocab_size": "token_types",
+        "hidden_act": "activation",
+        "hidden_dropout_prob": "dropout",
+        "layer_norm_eps": "norm_eps",
+    }
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    intermediate_size: int = 3072
+    max_positions: int = 512
+    position_offset: int = 0
+    token_types: int = 2
+    embedding_size: int | None = None
+    pad_token_id: int | None = 0
+    activation: str = "gelu"
+    norm: str = "post"
+    norm_eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    initializer_range: float = 0.02
+    budget: dict | None = None
+    # classifier
+    pooling: str = "mean"
+    head_hidden: str | None = None  # activation of a dense layer before the logits; None: no such layer
+    classifier_dropout: float = 0.1
+    # losses
+    class_weights: list | None = None
+    label_smoothing: float = 0.0
+    distillation: float = 0.0  # weight of the teacher's answer; the labels get the rest
+    distillation_temperature: float = 2.0
+
+    def __post_init__(self, **kwargs: Any):
+        for key, value in kwargs.items():
+            if key.lstrip("_").startswith(("attn_implementation", "experts_implementation")):
+                refuse_implementation(key, value)
+        # Valid or not constructed: both raise UsageError with name, value, rule.
+        _ = self.encoder_config, self.budget_config
+        if self.pooling not in ("mean", "first"):
+            raise UsageError(f"pooling={self.pooling!r}: choose mean or first")
+        self.budget = asdict(self.budget_config)
+        super().__post_init__(**kwargs)
+
+    @property
+    def encoder_config(self) -> EncoderConfig:
+        """The sizes, as the core knows them."""
+        return EncoderConfig(**known_fields(EncoderConfig, {**vars(self), "pad_token_id": self.pad_token_id or 0}))
+
+    @property
+    def budget_config(self) -> BudgetConfig:
+        """The budget, as the core knows it."""
+        return BudgetConfig(**(self.budget or {}))
+
+
+def refuse_implementation(key: str, value: Any) -> None:
+    """An attention implementation named in a config may point at code on a hub: only torch's own are let through."""
+    if value not in (None, "eager", "sdpa"):
+        raise ModelFolderError(f"config.json: {key}={value!r} is refused: only eager and sdpa may be named there")
+
+
+@dataclass
+class BudgetFormerOutput(ModelOutput):
+    """Output of both models.
+
+    loss: total. logits (batch, labels). gates (batch, layer, head): 1 where a head ran. wanted (batch, layer): the
+    share each budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss by name.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    gates: Tensor | None = None
+    wanted: Tensor | None = None
+    head_share: Tensor | None = None
+    loss_parts: dict[str, Tensor] | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class BudgetFormerPreTrainedModel(PreTrainedModel):
+    """Weights, files and gradient checkpointing, shared by both models."""
+
+    config: BudgetFormerConfig
+    config_class = BudgetFormerConfig
+    base_model_prefix = "budgetformer"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["EncoderLayer"]  # noqa: RUF012
+    # The loss is a mean over the batch, so Trainer need not hand over the number of items.
+    accepts_loss_kwargs = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # torch's initialisers are guarded by the loader: what came from a checkpoint stays.
+        std = self.config.initializer_range
+        if isinstance(module, BudgetedMultiheadAttention):
+            nn.init.normal_(module.in_proj_weight, std=std)
+            nn.init.zeros_(module.in_proj_bias)
+            # From here, not from a branch of its own: the loader passes over modules without tensors of their own.
+            module.router.reset_parameters()
+        elif isinstance(module, Encoder):
+            nn.init.ones_(module.profile)
+        elif isinstance(module, BudgetFormerForSequenceClassification):
+            nn.init.zeros_(module.multiplier)
+        else:
+            super()._init_weights(module)
+
+
+class BudgetFormerModel(BudgetFormerPreTrainedModel):
+    """The encoder without a classifier."""
+
+    def __init__(self, config: BudgetFormerConfig):
+        super().__init__(config)
+        self.encoder = Encoder(config.encoder_config, config.budget_config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of word embeddings."""
+        return self.encoder.embeddings.word
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the table of word embeddings."""
+        self.encoder.embeddings.word = value  # pyright: ignore[reportAttributeAccessIssue]
+
+    def encode(self, input_ids: Tensor, keep: Tensor, token_type_ids: Tensor | None, **options: Any) -> EncoderOutput:
+        """The core encoder's output."""
+        run_layer = None
+        if self.gradient_checkpointing and self.training:
+
+            def run_layer(layer, *args, **kw):
+                return self._gradient_checkpointing_func(layer.__call__, *args, **kw)
+
+        return self.encoder(input_ids, keep, token_type_ids, run_layer=run_layer, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        budget: float | Tensor | None = None,
+        gates: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BudgetFormerOutput | tuple:
+        """Hidden states; `budget` as in `Encoder.forward`."""
+        out = self.encode(
+            input_ids,
+            keep_of(input_ids, attention_mask),
+            token_type_ids,
+            budget=budget,
+            gates=gates,
+            need_weights=_flag(output_attentions, self.config.output_attentions),
+            need_hidden=_flag(output_hidden_states, self.config.output_hidden_states),
+        )
+        output = BudgetFormerOutput(last_hidden_state=out.hidden, **_routing_fields(out))
+        return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+
+class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
+    """Encoder, pooling, classifier, and the losses that teach it to hold a budget."""
+
+    multiplier: Tensor
+
+    def __init__(self, config: BudgetFormerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.budgetformer = BudgetFormerModel(config)
+        self.classifier = Classifier(
+            config.hidden_size,
+            config.num_labels,
+            pooling=config.pooling,
+            hidden=config.head_hidden,
+            dropout=config.classifier_dropout,
+        )
+        # Saved with the weights, so that a resumed run goes on where it stopped.
+        self.register_buffer("multiplier", torch.zeros(()))
+        # Training progress in [0, 1], set by BudgetSchedule; 1 is exploitation.
+        self.progress = 1.0
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        teacher_logits: Tensor | None = None,
+        *,
+        budget: float | Tensor | None = None,
+        gates: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BudgetFormerOutput | tuple:
+        """Classify a batch.
+
+        labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
+        twin's answer, to be distilled. budget, gates: as in `Encoder.forward`.
+        """
+        keep = keep_of(input_ids, attention_mask)
+        explore = Schedule(budget=self.config.budget_config).at(self.progress) if self.training else None
+        out = self.budgetformer.encode(
+            input_ids,
+            keep,
+            token_type_ids,
+            explore=explore,
+            budget=budget,
+            gates=gates,
+            need_weights=_flag(output_attentions, self.config.output_attentions),
+            need_hidden=_flag(output_hidden_states, self.config.output_hidden_states),
+        )
+        logits = self.classifier(out.hidden, keep)
+        routed = gates is None and budget is None
+        parts = self._losses(logits, labels, teacher_logits, out, keep, routed) if labels is not None else None
+        output = BudgetFormerOutput(
+            loss=None if parts is None else parts.total,
+            logits=logits,
+            loss_parts=None if parts is None else parts.detached(),
+            **_routing_fields(out),
+        )
+        return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def _losses(
+        self, logits: Tensor, labels: Tensor, teacher: Tensor | None, out: EncoderOutput, keep: Tensor, routed: bool
+    ) -> losses.LossParts:
+        config, problem = self.config, self._problem(labels)
+        weights = None if config.class_weights is None else logits.new_tensor(config.class_weights)
+        logits = logits.float()
+        smoothing = config.label_smoothing if self.training else 0.0
+        task = losses.task(logits, labels, problem, class_weights=weights, label_smoothing=smoothing)
+        if not self.training:
+            return losses.LossParts(task=task)
+        distilled = None
+        if teacher is not None and config.distillation > 0:
+            told = losses.distillation(logits, teacher.float(), problem, config.distillation_temperature)
+            task, distilled = (1 - config.distillation) * task, config.distillation * told
+        budget_config = config.budget_config
+        if not routed or (budget_config.target == 1.0 and budget_config.loss == "lagrange"):
+            return losses.LossParts(task=task, distillation=distilled)
+        explore = Schedule(budget=budget_config).at(self.progress)
+        if budget_config.loss == "paper":
+            sign = -1.0 if self.progress < budget_config.explore_until else 1.0  # explore: spread out; exploit: decide
+            return losses.LossParts(
+                task=task,
+                distillation=distilled,
+                budget=losses.paper_hinge(out.routings, budget_config),
+                entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
+            )
+        each, cost = losses.mean_cost(out.routings, flops.head(keep.sum(1), config.encoder_config))
+        budget = losses.lagrange(cost, explore.target, self.multiplier.clone(), budget_config.stiffness)
+        if budget_config.spread > 0 and teacher is not None:
+            unsure = losses.difficulty(teacher.float(), labels, problem)
+            budget = budget - budget_config.spread * (unsure * (each - each.mean())).mean()
+        self._learn_budget(cost.detach(), explore.target, out)
+        return losses.LossParts(task=task, distillation=distilled, budget=budget)
+
+    @torch.no_grad()
+    def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:
+        """Dual ascent on the multiplier, and the running mean of each layer's share."""
+        shares = torch.stack([routing.chosen.float().mean() for routing in out.routings])
+        seen = torch.cat([cost.float()[None], shares])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(seen)
+            seen /= torch.distributed.get_world_size()
+        self.multiplier += self.config.budget_config.multiplier_rate * (seen[0] - target)
+        self.budgetformer.encoder.profile.lerp_(seen[1:], 0.02)
+
+    def _problem(self, labels: Tensor) -> str:
+        problem = self.config.problem_type
+        if problem is None:
+            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        return problem
+
+
+class BudgetSchedule(TrainerCallback):
+    """The one thing `transformers.Trainer` needs from us: tells the model how far training has come."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Progress is a function of the step alone, so a resumed run is on the same curve."""
+        model.progress = state.global_step / max(1, state.max_steps)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """After training the model is settled."""
+        model.progress = 1.0
+
+
+def keep_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Real tokens as True, (batch, token); a row without any is refused."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise UsageError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "
+            "they must be equal"
+        )
+    return attention_mask.bool()
+
+
+def _flag(asked: bool | None, default: bool | None) -> bool:
+    return bool(default if asked is None else asked)
+
+
+def _routing_fields(out: EncoderOutput) -> dict[str, Any]:
+    gates = torch.stack([routing.chosen for routing in out.routings], dim=1).float()
+    return {
+        "gates": gates,
+        "wanted": torch.stack([routing.share for routing in out.routings], dim=1).detach(),
+        "head_share": gates.mean((1, 2)),
+        "hidden_states": out.all_hidden,
+        "attentions": out.all_weights,
+    }
+
+
+AutoConfig.register("budgetformer", BudgetFormerConfig, exist_ok=True)
+AutoModel.register(BudgetFormerConfig, BudgetFormerModel, exist_ok=True)
+AutoModelForSequenceClassification.register(BudgetFormerConfig, BudgetFormerForSequenceClassification, exist_ok=True)

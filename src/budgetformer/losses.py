@@ -1,0 +1,97 @@
+"""What training minimises, in named parts."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from budgetformer.config import BudgetConfig
+from budgetformer.errors import UsageError
+from budgetformer.router import Routing
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """Scalars; a part that was not asked for is None. Their sum is what training minimises."""
+
+    task: Tensor | None = None
+    distillation: Tensor | None = None
+    budget: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of the parts."""
+        parts = [part for part in (self.task, self.distillation, self.budget, self.entropy) if part is not None]
+        return torch.stack(parts).sum()
+
+    def detached(self) -> dict[str, Tensor]:
+        """The parts by name, without gradients."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value.detach() for name, value in values.items() if value is not None}
+
+
+def task(
+    logits: Tensor,
+    labels: Tensor,
+    problem: str,
+    *,
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross-entropy for one label per input, binary cross-entropy for several. logits (batch, labels)."""
+    if problem == "single_label_classification":
+        return F.cross_entropy(logits, labels.view(-1), weight=class_weights, label_smoothing=label_smoothing)
+    if problem == "multi_label_classification":
+        wanted = labels.to(logits.dtype)
+        wanted = wanted * (1 - label_smoothing) + 0.5 * label_smoothing
+        return F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=class_weights)
+    raise UsageError(f"problem_type={problem!r}: choose single_label_classification or multi_label_classification")
+
+
+def distillation(logits: Tensor, teacher: Tensor, problem: str, temperature: float) -> Tensor:
+    """Divergence from the teacher's softened answer, scaled by the squared temperature (Hinton et al. 2015)."""
+    if problem == "multi_label_classification":
+        soft = torch.sigmoid(teacher / temperature)
+        return F.binary_cross_entropy_with_logits(logits / temperature, soft) * temperature**2
+    student = F.log_softmax(logits / temperature, dim=-1)
+    return F.kl_div(student, F.softmax(teacher / temperature, dim=-1), reduction="batchmean") * temperature**2
+
+
+def difficulty(teacher: Tensor, labels: Tensor, problem: str) -> Tensor:
+    """The teacher's loss on each input, standardised over the batch: (batch,)."""
+    if problem == "multi_label_classification":
+        loss = F.binary_cross_entropy_with_logits(teacher, labels.to(teacher.dtype), reduction="none").mean(-1)
+    else:
+        loss = F.cross_entropy(teacher, labels.view(-1), reduction="none")
+    return (loss - loss.mean()) / loss.std(correction=0).clamp_min(1e-6)
+
+
+def mean_cost(routings: tuple[Routing, ...], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Cost of each input (batch,), mean over layers; and of the batch, inputs weighted by what their heads cost.
+
+    With `weights` the operations of one head at each input's length, the batch's cost is the share of head FLOPs.
+    """
+    each = torch.stack([routing.cost for routing in routings], dim=1).mean(1)
+    weights = weights.to(each.dtype)
+    return each, (each * weights).sum() / weights.sum()
+
+
+def lagrange(cost: Tensor, target: float, multiplier: Tensor, stiffness: float) -> Tensor:
+    """Augmented Lagrangian of `cost = target`; `multiplier` is moved by dual ascent, outside the gradient."""
+    gap = cost - target
+    return multiplier * gap + stiffness * gap * gap
+
+
+def paper_hinge(routings: tuple[Routing, ...], budget: BudgetConfig) -> Tensor:
+    """Hinge on the interval [share_min, share_max], as reported of arXiv 2604.22583."""
+    share = torch.stack([routing.share for routing in routings], dim=1)
+    return (F.relu(budget.share_min - share) + F.relu(share - budget.share_max)).mean()
+
+
+def entropy(routings: tuple[Routing, ...], tau: float) -> Tensor:
+    """Mean entropy of the relevance distributions, in nats."""
+    scores = torch.stack([routing.scores for routing in routings], dim=1)
+    log_p = F.log_softmax(scores / tau, dim=-1)
+    return -(log_p.exp() * log_p).sum(-1).mean()

@@ -1,0 +1,120 @@
+"""The router of one sublayer: from what enters it to which of its units run. A head is one kind of unit."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from budgetformer import estimators
+from budgetformer.config import BudgetConfig
+from budgetformer.schedule import Exploration
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What was decided for each input of a batch in one sublayer.
+
+    share: the share the budget controller wants, k / units. scores: relevance, higher runs first. gates: multiplies each unit's
+    output. chosen: the units that run in use. cost: share of units that run, differentiable.
+    """
+
+    share: Float[Tensor, " batch"]
+    scores: Float[Tensor, "batch units"]
+    gates: Float[Tensor, "batch units"]
+    chosen: Bool[Tensor, "batch units"]
+    cost: Float[Tensor, " batch"]
+
+
+def pool(x: Float[Tensor, "batch token width"], keep: Bool[Tensor, "batch token"], view: str = "mean") -> Tensor:
+    """One vector per input, over its real tokens only. `view`: "mean", "mean+first" or "mean+max"."""
+    real = keep[..., None]
+    mean = x.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp_min(1)
+    if view == "mean":
+        return mean
+    if view == "mean+first":
+        first = keep.int().argmax(1)  # with padding on the left the first real token is not at 0
+        return torch.cat([mean, x[torch.arange(len(x), device=x.device), first]], dim=-1)
+    highest = x.masked_fill(~real, -math.inf).amax(1)
+    return torch.cat([mean, highest.masked_fill(~keep.any(1, keepdim=True), 0.0)], dim=-1)
+
+
+class Router(nn.Module):
+    """Budget controller (how many units) and scorer (which), as in DESIGN of arXiv 2604.22583, per sublayer.
+
+    Starts with every unit on: the controller's last layer is zero and its bias wants all but a quarter of a unit.
+    """
+
+    def __init__(self, width: int, units: int, budget: BudgetConfig):
+        super().__init__()
+        self.units = units
+        self.budget = budget
+        seen = width if budget.view == "mean" else 2 * width
+        self.controller = nn.Sequential(
+            nn.Linear(seen, budget.router_hidden), nn.GELU(), nn.Linear(budget.router_hidden, 1)
+        )
+        self.scorer = nn.Linear(seen, units)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All units on, relevance nearly flat."""
+        first, last = self.controller[0], self.controller[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        nn.init.normal_(first.weight, std=first.in_features**-0.5)
+        nn.init.zeros_(first.bias)
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, math.log(4 * self.units - 1))  # k is about a quarter of a unit below all
+        nn.init.normal_(self.scorer.weight, std=0.02)
+        nn.init.zeros_(self.scorer.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch token width"],
+        keep: Bool[Tensor, "batch token"],
+        *,
+        explore: Exploration,
+        count: Int[Tensor, " batch"] | None = None,
+    ) -> Routing:
+        """Route a batch. `count` names the number of units per input; None lets the budget controller decide."""
+        pooled = pool(x, keep, self.budget.view)
+        # k = m + s (H - m), not clamp(s H, m, H): a clamp has no gradient below m, so a layer there could never return.
+        lowest = min(self.budget.min_units, self.units)
+        wanted = lowest + torch.sigmoid(self.controller(pooled)[:, 0]) * (self.units - lowest)
+        share = wanted / self.units
+        scores = self.scorer(pooled)
+        scores = scores - scores.mean(-1, keepdim=True)
+        if count is not None:
+            chosen = estimators.top_units(scores, count.clamp(lowest, self.units))
+            gates = chosen.to(x.dtype)
+            return Routing(share, scores, gates, chosen, gates.mean(-1))
+        decide = estimators.BY_NAME[self.budget.estimator]
+        decided = decide(scores, wanted, explore=explore, training=self.training, min_units=lowest)
+        return Routing(share, scores, decided.value, decided.chosen, decided.cost)
+
+
+def forced(gates: Float[Tensor, "batch units"]) -> Routing:
+    """The routing a caller names unit by unit, instead of a router's: 0 is off, anything else multiplies the unit."""
+    zeros = torch.zeros_like(gates)
+    share = (gates != 0).to(gates.dtype).mean(-1)
+    return Routing(share, zeros, gates, gates != 0, share)
+
+
+def allocate(
+    budget: Float[Tensor, " batch"], profile: Float[Tensor, " layer"], units: int, min_units: int
+) -> Int[Tensor, "batch layer"]:
+    """Whole numbers of units per layer that spend `budget` (a share of all units) as training spent its own.
+
+    `profile` is each layer's mean share in training. All layers are shifted together in logit space until their mean
+    is the budget, then rounded by largest remainder, so an input gets round(budget * layers * units) units in all
+    (at least `min_units` a layer).
+    """
+    layers = len(profile)
+    z = torch.logit(profile.double().clamp(1e-3, 1 - 1e-3)).expand(len(budget), layers)
+    total = (budget.double() * layers).clamp(0.0, float(layers))
+    exact = (estimators.soft_top_k(z, total, 1.0) * units).clamp(min_units, units)
+    low = exact.floor()
+    spare = ((total * units + 0.5).floor() - low.sum(-1)).clamp(min=0)
+    extra = estimators.top_units(exact - low, spare.long().clamp(max=layers))
+    return (low.long() + extra.long()).clamp(min_units, units)
