@@ -51,7 +51,7 @@ class _Mask:
 
 
 class BudgetedMultiheadAttention(nn.MultiheadAttention):
-    """Multi-head attention with a budget of heads per input: `out(x) = sum_h g_h(x) head_h(x) W_O^h + b_O`, g in {0, 1}.
+    """Multi-head attention with a budget of heads per input: `out(x) = sum_h g_h(x) head_h(x) W_O^h + b_O`, g 0 or 1.
 
     Constructor words, state dict and call are those of `nn.MultiheadAttention`; `budget_config` and, in the call,
     `budget` are new. A state dict of `nn.MultiheadAttention` loads as it is: the router then keeps its start, all
@@ -84,11 +84,11 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         self.budget_config = budget_config or BudgetConfig()
         self.router = Router(embed_dim, num_heads, self.budget_config).to(device=device, dtype=dtype)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         if not any(key.startswith(f"{prefix}router.") for key in state_dict):
             for key, tensor in self.router.state_dict(prefix=f"{prefix}router.").items():
                 state_dict[key] = tensor
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -128,15 +128,16 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise UsageError("is_causal=True is a hint about attn_mask: pass attn_mask as well")
         self._check_shapes(query, key, value)
+        # Asked before the views below hide it: the router of self-attention pools over real tokens only.
+        same_key, same_value = key is query, value is key
         single = query.dim() == 2
         if single:
             query, key, value = (t.unsqueeze(0 if self.batch_first else 1) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        itself = query is key and key is value
         if not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        if itself:
-            key = value = query
+        key = query if same_key else key
+        value = key if same_value else value
         mask = self._door(query, key, key_padding_mask, attn_mask)
         done = self.attend(query, key, value, mask=mask, need_weights=need_weights, budget=budget)
         output, weights = done.output, done.weights
@@ -174,9 +175,7 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         keep = None
         if key_padding_mask is not None:
             if key_padding_mask.shape != (N, S):
-                raise UsageError(
-                    f"key_padding_mask has the shape {tuple(key_padding_mask.shape)}: it must be {(N, S)}"
-                )
+                raise UsageError(f"key_padding_mask has the shape {tuple(key_padding_mask.shape)}: it must be {(N, S)}")
             if key_padding_mask.dtype == torch.bool:
                 keep = ~key_padding_mask
             else:  # a float mask: -inf is padding (the router must not see it either), the rest is added to the scores
@@ -232,11 +231,14 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         return allocate(shares, shares.new_ones(1), self.num_heads, self.budget_config.min_units)[:, 0]
 
     def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        weights: list[Tensor]
         if self.packed:
-            weights = list(self.in_proj_weight.chunk(3))
+            weights = [*self.in_proj_weight.chunk(3)]
         else:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        biases = [None, None, None] if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
+        biases: list[Tensor | None] = [None, None, None]
+        if self.in_proj_bias is not None:
+            biases = [*self.in_proj_bias.chunk(3)]
         return weights, biases
 
     def _extend(self, k: Tensor, v: Tensor, bias: Tensor | None, heads: slice):
@@ -302,7 +304,7 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
 
             if itself:
                 joint = torch.cat([wq[part], wk[part], wv[part]])
-                joint_bias = None if bq is None or bk is None or bv is None else torch.cat([bq[part], bk[part], bv[part]])
+                joint_bias = torch.cat([b[part] for b in (bq, bk, bv) if b is not None]) if bq is not None else None
                 q, k, v = F.linear(query[rows], joint, joint_bias)[:, None].chunk(3, dim=-1)
             else:
                 q, k, v = project(query, wq, bq), project(key, wk, bk), project(value, wv, bv)
@@ -315,7 +317,8 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
                     all_weights = weights.new_zeros(N, self.num_heads, *weights.shape[2:])
                 all_weights[rows, h] = weights[:, 0]
         if need_weights and all_weights is None:
-            all_weights = query.new_zeros(N, self.num_heads, L, key.shape[1])
+            extra = int(self.bias_k is not None) + int(self.add_zero_attn)
+            all_weights = query.new_zeros(N, self.num_heads, L, key.shape[1] + extra)
         return output, all_weights
 
 
@@ -323,7 +326,7 @@ def check_budget(budget: float | Tensor, batch: int, device: torch.device) -> Te
     """A named budget as (batch,) shares; UsageError unless every share lies in (0, 1]."""
     shares = torch.as_tensor(budget, dtype=torch.float64, device=device)
     if shares.dim() > 1 or (shares.dim() == 1 and len(shares) != batch):
-        raise UsageError(f"budget has the shape {tuple(shares.shape)}: name one share, or one for each of {batch} inputs")
+        raise UsageError(f"budget has the shape {tuple(shares.shape)}: name one share, or one for each of {batch}")
     if not bool(((shares > 0) & (shares <= 1)).all()):
         raise UsageError(f"budget={budget}: every share of heads must lie in (0, 1]; 1 runs every head")
     return shares.expand(batch)

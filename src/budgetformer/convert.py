@@ -251,8 +251,8 @@ def from_pretrained_encoder(
         settings |= {
             "pooling": "first",
             "head_hidden": family.head_hidden,
-            "id2label": dict(source_config.id2label),
-            "label2id": dict(source_config.label2id),
+            "id2label": dict(source_config.id2label or {}),
+            "label2id": dict(source_config.label2id or {}),
             "problem_type": source_config.problem_type,
         }
     elif labels is not None:
@@ -320,7 +320,7 @@ def convert_checkpoint(
         "heads_on": float(ours.head_share.mean()),
         "max_difference": float(difference),
         "classifier": classifies,
-        "labels": list(model.config.id2label.values()) if classifies else [],
+        "labels": list((model.config.id2label or {}).values()) if classifies else [],
     }
 
 
@@ -341,6 +341,6 @@ def compare_token_ids(source: str | Path, tokenizer: Any) -> bool:
         if raw.encode(text).ids != tokenizer(text)["input_ids"]:
             raise ModelFolderError(
                 f"{source}: transformers reads other token ids from this tokenizer than its tokenizer.json says, "
-                "so the model would see other words than it was trained on; use the transformers release it was made with"
+                "so the model would see other words than it was trained on; use the transformers release that made it"
             )
     return True

@@ -186,7 +186,9 @@ class Encoder(nn.Module):
 class Classifier(nn.Module):
     """Pooled hidden state to logits. `hidden` adds the dense layer that fine-tuned BERT-family heads have."""
 
-    def __init__(self, width: int, labels: int, *, pooling: str = "mean", hidden: str | None = None, dropout: float = 0.1):
+    def __init__(
+        self, width: int, labels: int, *, pooling: str = "mean", hidden: str | None = None, dropout: float = 0.1
+    ):
         super().__init__()
         self.pooling = pooling
         self.dense = nn.Linear(width, width) if hidden else None

@@ -1,4 +1,4 @@
-"""Errors a user can act on: one line that says what, where and what to do, and the exit code the command line gives them."""
+"""Errors a user can act on: one line that says what, where and what to do, and the command line's exit code."""
 
 
 class BudgetFormerError(Exception):

@@ -21,7 +21,7 @@ from budgetformer.schedule import Exploration
 class Gates:
     """What an estimator decided.
 
-    value: what multiplies each unit's output (0 or 1 forward, soft backward; the paper's estimator is soft in training).
+    value: what multiplies each unit's output (0 or 1 forward, soft backward; the paper's is soft in training).
     chosen: the units that run in use. cost: the share of units, the hard one forward, differentiable backward.
     """
 
@@ -48,7 +48,7 @@ def whole(wanted: Float[Tensor, " batch"], explore: Exploration, training: bool,
 def straight_through(chosen: Bool[Tensor, "batch units"], soft: Float[Tensor, "batch units"]) -> Gates:
     """Hard gates forward, the gradient of the soft ones backward, for the gates and for their cost."""
     hard = chosen.to(soft.dtype)
-    value = hard + soft - soft.detach()
+    value = hard + (soft - soft.detach())  # the bracket is exactly 0, so the gates are exactly 0 or 1
     return Gates(value, chosen, value.mean(-1))
 
 
@@ -110,11 +110,11 @@ def paper(scores, wanted, *, explore: Exploration, training: bool, min_units: in
     hard = chosen.to(scores.dtype)
     share = wanted / scores.shape[-1]
     value = torch.softmax(z / explore.tau, dim=-1) if training else hard
-    return Gates(value, chosen, hard.mean(-1) + share - share.detach())
+    return Gates(value, chosen, hard.mean(-1) + (share - share.detach()))
 
 
 def gumbel(scores, wanted, *, explore: Exploration, training: bool, min_units: int) -> Gates:
-    """Differentiable subset pruning (TACL 2021): k successive soft draws without replacement; the last one fractional."""
+    """Differentiable subset pruning (TACL 2021): k soft draws without replacement, the last one fractional."""
     z = _noisy(scores, explore, training)
     units = scores.shape[-1]
     chosen = top_units(z, whole(wanted, explore, training, min_units, units))
@@ -139,11 +139,12 @@ def hard_concrete(scores, wanted, *, explore: Exploration, training: bool, min_u
         logits = (log_alpha + torch.log(u) - torch.log1p(-u)) / HC_BETA
     gate = (torch.sigmoid(logits) * (HC_HIGH - HC_LOW) + HC_LOW).clamp(0.0, 1.0)
     lowest = torch.full_like(wanted, min_units).long()
-    chosen = (gate > 0.5) | top_units(log_alpha, lowest)
+    full = (wanted >= scores.shape[-1])[:, None]  # no score, however low, closes a unit at share 1
+    chosen = (gate > 0.5) | top_units(log_alpha, lowest) | full
     opening = torch.sigmoid(log_alpha - HC_BETA * math.log(-HC_LOW / HC_HIGH)).mean(-1)
     gates = straight_through(chosen, torch.sigmoid(logits))
     hard = chosen.to(scores.dtype).mean(-1)
-    return Gates(gates.value, chosen, hard + opening - opening.detach())
+    return Gates(gates.value, chosen, hard + (opening - opening.detach()))
 
 
 def top_p(scores, wanted, *, explore: Exploration, training: bool, min_units: int) -> Gates:

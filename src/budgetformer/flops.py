@@ -55,7 +55,9 @@ def work(
     """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran."""
     per_head = head(tokens, config)
     width = config.hidden_size
-    rest = config.num_layers * feed_forward(tokens, config) + 2 * width * labels + (2 * width * width if dense_head else 0)
+    rest = config.num_layers * feed_forward(tokens, config) + 2 * width * labels
+    if dense_head:
+        rest = rest + 2 * width * width
     if config.embedding_size not in (None, width):
         rest = rest + 2 * tokens.double() * config.embedding_size * width
     return Work(

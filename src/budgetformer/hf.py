@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import ModelOutput
 from transformers.trainer_callback import TrainerCallback
+from transformers.utils.generic import ModelOutput
 
 from budgetformer import flops, losses
 from budgetformer.attention import BudgetedMultiheadAttention
@@ -18,7 +18,7 @@ from budgetformer.schedule import Schedule
 
 
 class BudgetFormerConfig(PreTrainedConfig):
-    """Sizes (the fields of `EncoderConfig`), the budget (a `BudgetConfig` as a mapping), the classifier and its losses."""
+    """Sizes (fields of `EncoderConfig`), the budget (a `BudgetConfig` as a mapping), the classifier and its losses."""
 
     model_type = "budgetformer"
     keys_to_ignore_at_inference = ["gates", "wanted", "head_share", "loss_parts", "hidden_states", "attentions"]  # noqa: RUF012
@@ -154,13 +154,12 @@ class BudgetFormerModel(BudgetFormerPreTrainedModel):
 
     def encode(self, input_ids: Tensor, keep: Tensor, token_type_ids: Tensor | None, **options: Any) -> EncoderOutput:
         """The core encoder's output."""
-        run_layer = None
-        if self.gradient_checkpointing and self.training:
-
-            def run_layer(layer, *args, **kw):
-                return self._gradient_checkpointing_func(layer.__call__, *args, **kw)
-
+        saving = self.gradient_checkpointing and self.training
+        run_layer = self._run_layer_again if saving else None
         return self.encoder(input_ids, keep, token_type_ids, run_layer=run_layer, **options)
+
+    def _run_layer_again(self, layer: nn.Module, *args: Any, **kw: Any) -> Any:
+        return self._gradient_checkpointing_func(layer.__call__, *args, **kw)
 
     def forward(
         self,
@@ -195,11 +194,11 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     def __init__(self, config: BudgetFormerConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = int(config.num_labels or 0)
         self.budgetformer = BudgetFormerModel(config)
         self.classifier = Classifier(
             config.hidden_size,
-            config.num_labels,
+            self.num_labels,
             pooling=config.pooling,
             hidden=config.head_hidden,
             dropout=config.classifier_dropout,
@@ -230,7 +229,12 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         twin's answer, to be distilled. budget, gates: as in `Encoder.forward`.
         """
         keep = keep_of(input_ids, attention_mask)
-        explore = Schedule(budget=self.config.budget_config).at(self.progress) if self.training else None
+        budget_config = self.config.budget_config
+        explore = Schedule(budget=budget_config).at(self.progress) if self.training else None
+        if self.training and gates is None and budget_config.target == 1.0 and budget_config.loss == "lagrange":
+            # A budget of 1 is the dense model: exploration must not switch a head off, nor a router learn.
+            shape = (len(input_ids), self.config.num_layers, self.config.num_heads)
+            gates = torch.ones(shape, device=input_ids.device)
         out = self.budgetformer.encode(
             input_ids,
             keep,
@@ -267,7 +271,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             told = losses.distillation(logits, teacher.float(), problem, config.distillation_temperature)
             task, distilled = (1 - config.distillation) * task, config.distillation * told
         budget_config = config.budget_config
-        if not routed or (budget_config.target == 1.0 and budget_config.loss == "lagrange"):
+        if not routed:
             return losses.LossParts(task=task, distillation=distilled)
         explore = Schedule(budget=budget_config).at(self.progress)
         if budget_config.loss == "paper":
@@ -307,11 +311,11 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 class BudgetSchedule(TrainerCallback):
     """The one thing `transformers.Trainer` needs from us: tells the model how far training has come."""
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
+    def on_step_begin(self, args, state, control, *, model: Any = None, **kwargs):
         """Progress is a function of the step alone, so a resumed run is on the same curve."""
         model.progress = state.global_step / max(1, state.max_steps)
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(self, args, state, control, *, model: Any = None, **kwargs):
         """After training the model is settled."""
         model.progress = 1.0
 
@@ -325,7 +329,11 @@ def keep_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
             f"attention_mask has the shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "
             "they must be equal"
         )
-    return attention_mask.bool()
+    keep = attention_mask.bool()
+    empty = (~keep.any(1)).nonzero()[:, 0]
+    if len(empty):
+        raise UsageError(f"attention_mask: row {int(empty[0])} has no real token; give every input at least one")
+    return keep
 
 
 def _flag(asked: bool | None, default: bool | None) -> bool:

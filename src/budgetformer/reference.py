@@ -26,7 +26,7 @@ def attention(
     keep: Tensor | None = None,  # (batch, key token), True = real
     bias: Tensor | None = None,  # (batch, head, query token, key token), added to the scores
 ) -> Tensor:
-    """`out(x) = sum_h g_h(x) * head_h(x) W_O^h + b_O`, one input and one head at a time. (batch, query token, width)."""
+    """`out(x) = sum_h g_h(x) * head_h(x) W_O^h + b_O`, one input, one head at a time: (batch, query token, width)."""
     heads = gates.shape[1]
     size = weight_q.shape[0] // heads
     outputs = []

@@ -16,8 +16,8 @@ from budgetformer.schedule import Exploration
 class Routing:
     """What was decided for each input of a batch in one sublayer.
 
-    share: the share the budget controller wants, k / units. scores: relevance, higher runs first. gates: multiplies each unit's
-    output. chosen: the units that run in use. cost: share of units that run, differentiable.
+    share: the share the budget controller wants, k / units. scores: relevance, higher runs first. gates: multiplies
+    each unit's output. chosen: the units that run in use. cost: share of units that run, differentiable.
     """
 
     share: Float[Tensor, " batch"]
@@ -78,7 +78,11 @@ class Router(nn.Module):
         count: Int[Tensor, " batch"] | None = None,
     ) -> Routing:
         """Route a batch. `count` names the number of units per input; None lets the budget controller decide."""
-        pooled = pool(x, keep, self.budget.view)
+        # In full precision even under autocast: a rounded score would choose other heads in training than in use.
+        with torch.autocast(x.device.type, enabled=False):
+            return self._route(pool(x.to(self.scorer.weight.dtype), keep, self.budget.view), explore, count)
+
+    def _route(self, pooled: Tensor, explore: Exploration, count: Tensor | None) -> Routing:
         # k = m + s (H - m), not clamp(s H, m, H): a clamp has no gradient below m, so a layer there could never return.
         lowest = min(self.budget.min_units, self.units)
         wanted = lowest + torch.sigmoid(self.controller(pooled)[:, 0]) * (self.units - lowest)
@@ -87,7 +91,7 @@ class Router(nn.Module):
         scores = scores - scores.mean(-1, keepdim=True)
         if count is not None:
             chosen = estimators.top_units(scores, count.clamp(lowest, self.units))
-            gates = chosen.to(x.dtype)
+            gates = chosen.to(scores.dtype)
             return Routing(share, scores, gates, chosen, gates.mean(-1))
         decide = estimators.BY_NAME[self.budget.estimator]
         decided = decide(scores, wanted, explore=explore, training=self.training, min_units=lowest)
@@ -106,15 +110,17 @@ def allocate(
 ) -> Int[Tensor, "batch layer"]:
     """Whole numbers of units per layer that spend `budget` (a share of all units) as training spent its own.
 
-    `profile` is each layer's mean share in training. All layers are shifted together in logit space until their mean
-    is the budget, then rounded by largest remainder, so an input gets round(budget * layers * units) units in all
-    (at least `min_units` a layer).
+    `profile` is each layer's mean share in training. Every layer gets its `min_units`; the shares of what is left are
+    shifted together in logit space until the budget is spent, then rounded by largest remainder. So an input gets
+    round(budget * layers * units) units in all, or `min_units` in every layer where that is more.
     """
-    layers = len(profile)
-    z = torch.logit(profile.double().clamp(1e-3, 1 - 1e-3)).expand(len(budget), layers)
-    total = (budget.double() * layers).clamp(0.0, float(layers))
-    exact = (estimators.soft_top_k(z, total, 1.0) * units).clamp(min_units, units)
+    layers, lowest = len(profile), min(min_units, units)
+    free = units - lowest
+    total = (budget.double() * layers * units).clamp(layers * lowest, layers * units)
+    open_share = (profile.double() * units - lowest) / max(free, 1)
+    z = torch.logit(open_share.clamp(1e-3, 1 - 1e-3)).expand(len(budget), layers)
+    exact = lowest + estimators.soft_top_k(z, (total - layers * lowest) / max(free, 1), 1.0) * free
     low = exact.floor()
-    spare = ((total * units + 0.5).floor() - low.sum(-1)).clamp(min=0)
-    extra = estimators.top_units(exact - low, spare.long().clamp(max=layers))
-    return (low.long() + extra.long()).clamp(min_units, units)
+    spare = ((total + 0.5).floor() - low.sum(-1)).long().clamp(0, layers)
+    extra = estimators.top_units(exact - low, spare)
+    return (low.long() + extra.long()).clamp(lowest, units)

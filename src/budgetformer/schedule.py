@@ -21,7 +21,7 @@ class Exploration:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Exploration as a pure function of progress in [0, 1]; nothing is stored, so a resumed run is on the same curve."""
+    """Exploration as a pure function of progress in [0, 1]; nothing is stored, so a resumed run keeps to its curve."""
 
     budget: BudgetConfig
 

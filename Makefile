@@ -1,0 +1,49 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo demo-quick test test-slow test-shapes check lint format types clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,datasets,carbon,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## train a dense and a budgeted classifier on 77 intents of bank customers, and compare them
+	HF_HUB_OFFLINE=1 $(BIN)/budgetformer train --data demo --target-budget 0.4 --output-dir runs/demo --overwrite
+	@$(MAKE) --no-print-directory demo-answers RUN=runs/demo
+
+demo-quick: $(STAMP)  ## the same on few rows, to see that all works
+	HF_HUB_OFFLINE=1 $(BIN)/budgetformer train --data demo --target-budget 0.4 --quick --output-dir runs/demo-quick --overwrite
+	@$(MAKE) --no-print-directory demo-answers RUN=runs/demo-quick
+
+.PHONY: demo-answers
+demo-answers:
+	HF_HUB_OFFLINE=1 $(BIN)/budgetformer predict --model $(RUN) "I lost my card, what now?" "Why was I charged twice for dinner?" "How do I change my PIN?"
+
+test: $(STAMP)  ## the tests, minutes
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --jaxtyping-packages=budgetformer,beartype.beartype tests/test_estimators.py tests/test_router.py tests/test_attention.py tests/test_encoder.py
+
+test-slow: $(STAMP)  ## the long tests too
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+check: lint format types test  ## what CI runs
+
+clean:
+	rm -rf $(VENV) runs build dist

@@ -1,0 +1,198 @@
+"""The fair comparison: everybody gets the same teacher, the same number of further epochs and the same data.
+
+For one data set and one seed: the dense model; the dense model trained for as long again (the fair control); the
+budgeted model at several targets; static pruning by importance (Michel et al. 2019, one shot) with recovery, at the
+mean cost the budgeted model reached; the same number of heads per input and layer, chosen at random in training and use.
+
+    python experiments/compare.py --data trec6.parquet --seed 0 --output experiments/results/trec6-0.json
+
+The file has the columns split, text, (text_pair), label. Results are written after every model.
+"""
+
+import argparse
+import copy
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pyarrow.parquet as pq
+import torch
+
+from budgetformer.config import BudgetConfig
+from budgetformer.convert import from_pretrained_encoder
+from budgetformer.fit import FitOptions, fit
+from budgetformer.hf import BudgetFormerForSequenceClassification
+from budgetformer.metrics import evaluate, predict
+from budgetformer.router import allocate
+from budgetformer.settings import locate_model
+from budgetformer.text import collator, encode
+
+
+class FixedHeads(BudgetFormerForSequenceClassification):
+    """The same heads for every input: static pruning."""
+
+    def forward(self, input_ids, **kwargs):
+        kwargs["gates"] = self.fixed.to(input_ids.device).expand(len(input_ids), -1, -1)
+        return super().forward(input_ids, **{k: v for k, v in kwargs.items() if k != "budget"})
+
+
+class RandomHeads(BudgetFormerForSequenceClassification):
+    """As many heads per layer as the budgeted model spends, drawn anew for every input."""
+
+    def forward(self, input_ids, **kwargs):
+        batch, (layers, heads) = len(input_ids), (self.config.num_layers, self.config.num_heads)
+        count = allocate(torch.full((batch,), self.share), self.spent, heads, 1)
+        rank = torch.rand(batch, layers, heads).argsort(-1).argsort(-1)
+        kwargs["gates"] = (rank < count[..., None]).float()
+        return super().forward(input_ids, **{k: v for k, v in kwargs.items() if k != "budget"})
+
+
+def importance(model, train, batches=40):
+    """Michel et al.: mean |d loss / d gate| of each head over training batches, normed per layer. (layer, head)."""
+    model.eval()
+    collate = collator(model.config.pad_token_id or 0)
+    found = torch.zeros(model.config.num_layers, model.config.num_heads)
+    order = torch.randperm(len(train)).tolist()
+    for b in range(min(batches, len(order) // 32)):
+        batch = collate([train[i] for i in order[b * 32 : b * 32 + 32]])
+        batch.pop("teacher_logits", None)
+        gates = torch.ones(len(batch["labels"]), *found.shape, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(**batch, gates=gates).loss, gates)
+        found += grad.abs().sum(0)
+    return found / found.norm(dim=-1, keepdim=True)
+
+
+def variant(model, cls, budget=None, **config):
+    """A copy of `model`'s weights in a new class or with a new budget."""
+    settings = copy.deepcopy(model.config)
+    if budget is not None:
+        settings.budget = vars(budget).copy()
+    for key, value in config.items():
+        setattr(settings, key, value)
+    made = cls(settings)
+    made.load_state_dict(model.state_dict())
+    made.budgetformer.encoder.embeddings.requires_grad_(False)
+    return made
+
+
+def freeze_routers(model):
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=3, help="of the dense model, and again of everybody after it")
+    parser.add_argument("--targets", default="0.5,0.25,0.1")
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--distillation", type=float, default=0.5)
+    parser.add_argument("--rivals", default="control,static,random")
+    parser.add_argument("--dense", help="folder to keep or take the dense model")
+    parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+    table = pq.read_table(args.data).to_pylist()
+    names = sorted({row["label"] for row in table})
+    number = {name: i for i, name in enumerate(names)}
+    encoder = locate_model("demo")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+
+    def split(which):
+        rows = [row for row in table if row["split"] == which]
+        if args.limit and len(rows) > args.limit:
+            rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: args.limit]]
+        pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
+        labels = [number[row["label"]] for row in rows]
+        return encode(tokenizer, [row["text"] for row in rows], pairs, labels, max_length=args.max_length)
+
+    train, test = split("train"), split("test")
+    result = {"data": Path(args.data).stem, "settings": vars(args), "rows": [len(train), len(test)], "models": {}}
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    def options(epochs):
+        return FitOptions(
+            output_dir=tempfile.mkdtemp(),
+            epochs=epochs,
+            learning_rate=args.learning_rate,
+            seed=args.seed,
+            bf16=args.bf16,
+            keep_checkpoints=False,
+            quiet=True,
+        )
+
+    def run(name, model, data, epochs=args.epochs):
+        torch.manual_seed(args.seed)
+        start = time.time()
+        fit(model, data, None, options(epochs))
+        scored = evaluate(model, test, details=name.startswith("budgeted"))
+        scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
+        scored["fit_seconds"] = round(time.time() - start, 1)
+        result["models"][name] = scored
+        output.write_text(json.dumps(result, indent=1))
+        print(
+            f"{result['data']} seed {args.seed} {name}: accuracy {scored['accuracy']:.4f} head share "
+            f"{scored['head_share']:.3f} ± {scored['head_share_std']:.3f} in {scored['fit_seconds']:.0f} s "
+            f"{scored.get('shares_by_layer', '')}",
+            flush=True,
+        )
+        return model
+
+    if args.dense and Path(args.dense).is_dir():
+        dense = BudgetFormerForSequenceClassification.from_pretrained(args.dense)
+    else:
+        dense = from_pretrained_encoder(encoder, labels=names)
+        dense.budgetformer.encoder.embeddings.requires_grad_(False)
+        freeze_routers(dense)
+        run("dense", dense, train)
+        if args.dense:
+            dense.save_pretrained(args.dense)
+    told = train.with_column("teacher_logits", predict(dense.eval(), train).logits)
+    distil = {"distillation": args.distillation}
+    rivals = args.rivals.split(",")
+    if "control" in rivals:
+        control = variant(dense, BudgetFormerForSequenceClassification, **distil)
+        freeze_routers(control)
+        run("control", control, told)
+    ranked = importance(dense, train) if "static" in rivals else None
+    for target in map(float, args.targets.split(",")):
+        changes = json.loads(args.budget)
+        budgeted = variant(
+            dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
+        )
+        run(f"budgeted@{target}", budgeted, told)
+        reached = result["models"][f"budgeted@{target}"]
+        if ranked is not None:
+            static = variant(dense, FixedHeads, **distil)
+            freeze_routers(static)
+            kept = round(reached["head_share"] * ranked.numel())
+            fixed = (ranked >= ranked.flatten().topk(kept).values[-1]).float()
+            fixed[fixed.sum(-1) == 0, ranked.argmax(-1)[fixed.sum(-1) == 0]] = 1.0  # at least one head a layer
+            static.fixed = fixed
+            run(f"static@{target}", static, told)
+        if "random" in rivals:
+            drawn = variant(dense, RandomHeads, **distil)
+            freeze_routers(drawn)
+            drawn.share, drawn.spent = reached["head_share"], torch.tensor(reached["shares_by_layer"])
+            run(f"random@{target}", drawn, told)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What a model is worth and what it costs on labelled texts: scores, heads that ran, counted FLOPs, time, memory."""
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from budgetformer import flops
+from budgetformer.router import Router
+from budgetformer.text import Encoded, collator, length_batches
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,)."""
+
+    logits: Tensor
+    gates: Tensor
+    wanted: Tensor
+    tokens: Tensor
+    seconds: float
+    peak_memory_mb: float | None
+
+
+@torch.inference_mode()
+def predict(
+    model: Any, encoded: Encoded, *, batch_size: int = 64, budget: float | None = None, progress: Any = None
+) -> Predictions:
+    """Run a model, in the mode it is in, over batches of similar length, and put the answers back in order."""
+    device = next(model.parameters()).device
+    collate = collator(model.config.pad_token_id or 0)
+    batches = length_batches(encoded.lengths, batch_size)
+    logits, gates, wanted = [], [], []
+    with peak_memory(device) as peak:
+        start = time.perf_counter()
+        for rows in batches:
+            items = [{k: v for k, v in encoded[i].items() if k in ("input_ids", "token_type_ids")} for i in rows]
+            batch = {k: v.to(device) for k, v in collate(items).items()}
+            out = model(**batch, budget=budget)
+            logits.append(out.logits.float().cpu())
+            gates.append(out.gates.cpu())
+            wanted.append(out.wanted.float().cpu())
+            if progress is not None:
+                progress(len(rows))
+        seconds = time.perf_counter() - start
+    back = torch.tensor([i for rows in batches for i in rows]).argsort()
+    return Predictions(
+        torch.cat(logits)[back],
+        torch.cat(gates)[back],
+        torch.cat(wanted)[back],
+        torch.tensor(encoded.lengths),
+        seconds,
+        peak.megabytes,
+    )
+
+
+def evaluate(
+    model: Any,
+    encoded: Encoded,
+    *,
+    batch_size: int = 64,
+    budget: float | None = None,
+    details: bool = True,
+    progress: Any = None,
+) -> dict[str, Any]:
+    """Score a model on inputs with labels. Keys are those of metrics.json; `details` adds distributions and the gap."""
+    model.eval()
+    answers = predict(model, encoded, batch_size=batch_size, budget=budget, progress=progress)
+    labels = [item["labels"] for item in encoded.items]
+    config = model.config
+    result: dict[str, Any] = {"rows": len(encoded), "truncated": encoded.truncated}
+    result |= scores(answers.logits, labels)
+    result |= costs(answers, config)
+    result["seconds_per_1000"] = 1000 * answers.seconds / len(encoded)
+    result["peak_memory_mb"] = answers.peak_memory_mb
+    if details:
+        names = [config.id2label[i] for i in range(config.num_labels)]
+        result |= distributions(answers, labels, names)
+        result |= soft_hard_gap(model, encoded, answers, labels, batch_size=batch_size)
+    return result
+
+
+def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
+    """accuracy (all labels right, when there are several), macro_f1 and the mean loss."""
+    from sklearn.metrics import accuracy_score, f1_score
+
+    several = isinstance(labels[0], list | np.ndarray)
+    truth = torch.tensor(np.asarray(labels))
+    if several:
+        loss = F.binary_cross_entropy_with_logits(logits, truth.float())
+        guess = (logits > 0).long()
+    else:
+        loss = F.cross_entropy(logits, truth)
+        guess = logits.argmax(-1)
+    return {
+        "accuracy": float(accuracy_score(truth, guess)),
+        "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore[reportArgumentType]
+        "loss": float(loss),
+    }
+
+
+def costs(answers: Predictions, config: Any) -> dict[str, float]:
+    """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
+    heads = answers.gates.sum(-1)
+    done = flops.work(
+        answers.tokens,
+        heads,
+        config.encoder_config,
+        config.budget_config,
+        labels=config.num_labels,
+        dense_head=config.head_hidden is not None,
+    )
+    share = answers.gates.mean((1, 2))
+    return {
+        "head_share": float(share.mean()),
+        "head_share_std": float(share.std(correction=0)),
+        "attention_flops_share": float(done.attention.sum() / done.attention_dense.sum()),
+        "flops_share": float(done.total.sum() / done.total_dense.sum()),
+        "router_flops_share": float(done.router.sum() / done.total_dense.sum()),
+        "flops_per_text": float(done.total.mean()),
+    }
+
+
+def distributions(answers: Predictions, labels: Sequence[Any], names: list[str]) -> dict[str, Any]:
+    """Where the heads went: by layer, by head, by class, and the histogram over inputs."""
+    share = answers.gates.mean((1, 2)).numpy()
+    counts, edges = np.histogram(share, bins=20, range=(0.0, 1.0))
+    truth = np.asarray(labels)
+    by_class = {}
+    for i, name in enumerate(names):
+        rows = torch.as_tensor(truth[:, i] > 0 if truth.ndim == 2 else truth == i)
+        if rows.any():
+            by_class[name] = _rounded(answers.gates[rows].mean(0))
+    return {
+        "shares_by_layer": _rounded(answers.gates.mean((0, 2))),
+        "heads_by_layer": _rounded(answers.gates.mean(0)),
+        "heads_by_class": by_class,
+        "share_histogram": {"edges": [round(float(e), 4) for e in edges], "counts": counts.tolist()},
+    }
+
+
+def _rounded(values: Tensor) -> list:
+    return [_rounded(row) if row.dim() else round(float(row), 4) for row in values]
+
+
+def soft_hard_gap(
+    model: Any, encoded: Encoded, answers: Predictions, labels: Sequence[Any], *, batch_size: int
+) -> dict[str, float]:
+    """How far the function training ends with is from the one used.
+
+    The routers alone are put in training mode, at the end of the schedule: the same gates as in the last training
+    steps, without dropout. soft_hard_gap: accuracy with those gates minus accuracy in use. soft_hard_disagreement:
+    share of inputs that get another label.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    model.eval()
+    try:
+        for router in routers:
+            router.train()
+        soft = predict(model, encoded, batch_size=batch_size).logits
+    finally:
+        model.eval()
+    before, after = scores(soft, labels)["accuracy"], scores(answers.logits, labels)["accuracy"]
+    several = isinstance(labels[0], list | np.ndarray)
+    changed = ((soft > 0) != (answers.logits > 0)).any(-1) if several else soft.argmax(-1) != answers.logits.argmax(-1)
+    return {"soft_hard_gap": before - after, "soft_hard_disagreement": float(changed.float().mean())}
+
+
+class _Peak:
+    megabytes: float | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device):
+    """Memory above what was held at the start, in MB: on a GPU from its allocator, on Linux from the kernel's peak."""
+    peak = _Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.megabytes = (torch.cuda.max_memory_allocated(device) - held) / 2**20
+        return
+    held = _status("VmRSS")
+    reset = held is not None and _reset_peak()
+    yield peak
+    highest = _status("VmHWM")
+    if reset and held is not None and highest is not None:
+        peak.megabytes = max(0.0, (highest - held) / 1024)
+
+
+def _status(name: str) -> int | None:
+    """A line of /proc/self/status in KiB; None where there is no such file."""
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith(f"{name}:")), None)
+    except OSError:
+        return None
+
+
+def _reset_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True

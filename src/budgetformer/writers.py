@@ -1,0 +1,99 @@
+"""Answers to rows of a file: JSON lines, CSV or parquet, one row for each input row and in its order."""
+
+import contextlib
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from budgetformer.errors import UsageError
+from budgetformer.outputs import write_aside
+
+COLUMNS = ("id", "label", "score", "scores", "heads_used", "budget", "error")
+Row = dict[str, Any]
+Write = Callable[[Sequence[Row]], None]
+
+
+def format_of(output: str, asked: str | None) -> str:
+    """The format asked for, else the one of the suffix, else JSON lines.
+
+    Raises:
+        UsageError: parquet on stdout.
+    """
+    known = {".csv": "csv", ".parquet": "parquet"}
+    name = asked or known.get(Path(output).suffix.lower(), "jsonl")
+    if name == "parquet" and output == "-":
+        raise UsageError("format is 'parquet', which is no text; give --output FILE")
+    return name
+
+
+@contextlib.contextmanager
+def open_writer(output: str, format: str) -> Iterator[Write]:
+    """Give a function that writes rows; a file appears under its name when all is written, stdout is written at once.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    if output == "-":
+        yield _lines(sys.stdout) if format == "jsonl" else _csv(sys.stdout)
+        return
+    with write_aside(output) as path:
+        if format == "parquet":
+            with _parquet(path) as write:
+                yield write
+            return
+        with path.open("w", encoding="utf-8", newline="") as file:
+            yield _lines(file) if format == "jsonl" else _csv(file)
+
+
+def _lines(file: IO[str]) -> Write:
+    def write(rows: Sequence[Row]) -> None:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+
+    return write
+
+
+def _csv(file: IO[str]) -> Write:
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(COLUMNS)
+
+    def write(rows: Sequence[Row]) -> None:
+        table.writerows([_safe(value) for value in _flat(row)] for row in rows)
+        file.flush()
+
+    return write
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Write]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.string()
+    types = (text, text, pa.float64(), text, pa.int64(), pa.float64(), text)
+    schema = pa.schema(list(zip(COLUMNS, types, strict=True)))
+    with pq.ParquetWriter(path, schema) as file:
+
+        def write(rows: Sequence[Row]) -> None:
+            columns = zip(*map(_flat, rows), strict=True) if rows else [[]] * len(COLUMNS)
+            arrays = [pa.array(list(column), type=type) for column, type in zip(columns, types, strict=True)]
+            file.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+        yield write
+
+
+def _flat(row: Row) -> list[Any]:
+    """The cells of a table; the scores of all classes are one JSON text."""
+    cells = {**row, "scores": None if row["scores"] is None else json.dumps(row["scores"], ensure_ascii=False)}
+    return [cells[name] for name in COLUMNS]
+
+
+def _safe(value: Any) -> Any:
+    """A cell that a spreadsheet does not run: an apostrophe before what would begin a formula. Numbers stay."""
+    if isinstance(value, str) and value[:1] in set("=+-@\t\r") and not re.fullmatch(r"[+-]?[\d.]+", value):
+        return "'" + value
+    return value
