@@ -99,7 +99,9 @@ def main():
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--distillation", type=float, default=0.5)
-    parser.add_argument("--rivals", default="control,static,random")
+    parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
+    parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
+    parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
     args = parser.parse_args()
@@ -166,12 +168,12 @@ def main():
             dense.save_pretrained(args.dense)
     told = train.with_column("teacher_logits", predict(dense.eval(), train).logits)
     distil = {"distillation": args.distillation}
-    rivals = args.rivals.split(",")
-    if "control" in rivals:
+    static_at, random_at = ([float(t) for t in given.split(",") if t] for given in (args.static, args.random))
+    if args.control:
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
         run("control", control, told)
-    ranked = importance(dense, train) if "static" in rivals else None
+    ranked = importance(dense, train) if static_at else torch.zeros(0)
     for target in map(float, args.targets.split(",")):
         changes = json.loads(args.budget)
         budgeted = variant(
@@ -179,7 +181,7 @@ def main():
         )
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
-        if ranked is not None:
+        if target in static_at:
             static = variant(dense, FixedHeads, **distil)
             freeze_routers(static)
             kept = round(reached["head_share"] * ranked.numel())
@@ -187,7 +189,7 @@ def main():
             fixed[fixed.sum(-1) == 0, ranked.argmax(-1)[fixed.sum(-1) == 0]] = 1.0  # at least one head a layer
             static.fixed = fixed
             run(f"static@{target}", static, told)
-        if "random" in rivals:
+        if target in random_at:
             drawn = variant(dense, RandomHeads, **distil)
             freeze_routers(drawn)
             drawn.share, drawn.spent = reached["head_share"], torch.tensor(reached["shares_by_layer"])

@@ -61,18 +61,22 @@ def poison(attention: BudgetedMultiheadAttention, head: int) -> None:
         attention.out_proj.weight[:, head * size : (head + 1) * size] = float("nan")
 
 
-def counted(call: Callable[[], Any]) -> tuple[int, dict[str, int]]:
-    """Floating-point operations that torch saw, in all and by module name."""
+def flop_counter() -> FlopCounterMode:
+    """torch's own counter of floating-point operations."""
 
     def attention(query, key, value, *args, out_shape=None, **kwargs) -> int:
         return sdpa_flop_count(query, key, value)
 
-    # torch counts the kernels of a GPU by itself, but not the one of a CPU.
+    # torch counts the attention kernels of a GPU by itself, but not the one of a CPU.
     extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=extra) as counter:
+    return FlopCounterMode(display=False, custom_mapping=extra)
+
+
+def counted(call: Callable[[], Any]) -> int:
+    """Floating-point operations that torch saw in a call."""
+    with torch.no_grad(), flop_counter() as counter:
         call()
-    by_module = {name: int(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
-    return int(counter.get_total_flops()), by_module
+    return int(counter.get_total_flops())
 
 
 def ids_and_keep(lengths: list[int], tokens: int, side: str = "right") -> tuple[Tensor, Tensor]:

@@ -23,13 +23,14 @@ from budgetformer.text import Encoded
 
 ROWS, BATCH, EPOCHS = 61, 8, 3
 STEPS = 8  # of one epoch, the last one with 5 inputs
+QUICKLY = {"epochs": 9, "learning_rate": 2e-2}  # the task is learned before the end
 
 
-def make_model(target=0.5, freeze=True, **config):
+def make_model(target=0.5, freeze=True, budget=None, **config):
     """2 layers of 3 heads, width 15, 3 labels; the routers of a dense one (target 1) are frozen."""
     torch.manual_seed(5)
     sizes = {"vocab_size": 31, "hidden_size": 15, "num_layers": 2, "num_heads": 3, "intermediate_size": 29}
-    budget = vars(BudgetConfig(target=target, router_hidden=7)).copy()
+    budget = vars(BudgetConfig(target=target, router_hidden=7, **budget or {})).copy()
     made = BudgetFormerForSequenceClassification(
         BudgetFormerConfig(**sizes, max_positions=17, budget=budget, num_labels=3, initializer_range=0.2, **config)
     )
@@ -73,12 +74,12 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def end_of(folder):
-    """Checksums of the newest checkpoint: weights, optimizer, schedule and random state, whichever epoch was best."""
+def end_of(folder, random="rng_state.pth"):
+    """What the newest checkpoint holds: weights, optimizer, schedule and random state, whichever epoch was best."""
     newest = checkpoints.in_order(folder)[0]
     held = json.loads((newest / checkpoints.MANIFEST).read_text())["files"]
-    names = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-    return newest.name, {name: held[name]["sha256"] for name in names}
+    sums = {name: held[name]["sha256"] for name in ("model.safetensors", "optimizer.pt", "scheduler.pt")}
+    return newest.name, sums, torch.load(newest / random, weights_only=False)["cpu"].tolist()
 
 
 class Signal(TrainerCallback):
@@ -120,7 +121,7 @@ def main(output, options):
     output, options = Path(output), json.loads(options)
     torch.set_num_threads(options.pop("threads", 1))
     slowly = Slowly(output / "steps", options.pop("pause", 0.0))
-    data, model = make_data(), make_model(**options.pop("model", {}))
+    data, model = make_data(options.pop("rows", ROWS)), make_model(**options.pop("model", {}))
     model, done = run(output / "run", model=model, data=data, callbacks=(slowly,) if rank == "0" else (), **options)
     torch.save({"weights": model.state_dict(), "seen": data.seen, "steps": done.steps}, output / f"rank-{rank}.pt")
 

@@ -1,4 +1,4 @@
-"""Only a checkpoint that is whole is resumed from; harmed ones are skipped, and the run still ends where it would have."""
+"""Only a whole checkpoint is resumed from; harmed ones are skipped, and the run still ends where it would have."""
 
 import json
 import os
@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fitting import STEPS, Signal, end_of, run, same
+from safetensors.torch import load_file
 
 from budgetformer import checkpoints
 from budgetformer.errors import UsageError
+from fitting import QUICKLY, STEPS, Signal, end_of, make_model, run, same
 
 COURSE = {"seed": 3, "epochs": 5}
 
@@ -115,10 +116,11 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     whole = tmp_path_factory.mktemp("whole")
     model, _ = run(whole)
-    cut = 2 * STEPS + 5
     with pytest.raises(KeyboardInterrupt):
-        run(folder, callbacks=(Signal(cut),))
-    assert names(folder) == [f"checkpoint-{2 * STEPS}", f"checkpoint-{cut}"]
+        run(folder, callbacks=(Signal(2 * STEPS + 5),))
+    newest, best = checkpoints.in_order(folder)
+    assert newest.name == f"checkpoint-{2 * STEPS + 5}"
+    assert best.name in (f"checkpoint-{STEPS}", f"checkpoint-{2 * STEPS}")
     return folder, model, end_of(whole)
 
 
@@ -152,14 +154,14 @@ DAMAGES = {
 def test_a_damaged_newest_checkpoint_is_skipped_with_one_line(stopped, tmp_path, damage):
     folder = tmp_path / "run"
     shutil.copytree(stopped[0], folder)
-    newest = checkpoints.in_order(folder)[0]
+    newest, older = checkpoints.in_order(folder)
     harm, reason = DAMAGES[damage]
     harm(newest)
     lines = []
     model, _ = run(folder, resume="auto", echo=lines.append)
     assert len(lines) == 2
     assert lines[0].startswith(f"warning: checkpoint {newest} is skipped: {reason}")
-    assert lines[1] == f"training: going on from {folder}/checkpoint-{2 * STEPS}"
+    assert lines[1] == f"training: going on from {older}"
     assert same(model, stopped[1])
     assert end_of(folder) == stopped[2]
     assert all(checkpoints.trouble(path) is None for path in checkpoints.in_order(folder))
@@ -177,20 +179,39 @@ def test_all_damaged_begins_anew(stopped, tmp_path):
     assert end_of(folder) == stopped[2]
 
 
-def test_a_run_folder_may_be_moved(stopped, tmp_path):
-    shutil.copytree(stopped[0], tmp_path / "elsewhere")
-    state = json.loads((tmp_path / "elsewhere" / f"checkpoint-{2 * STEPS + 5}" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(stopped[0] / f"checkpoint-{state['best_global_step']}")
-    model, _ = run(tmp_path / "elsewhere", resume="auto")
-    assert same(model, stopped[1])
-    assert end_of(tmp_path / "elsewhere") == stopped[2]
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A finished run whose best epoch is not its last; its model."""
+    folder = tmp_path_factory.mktemp("learned")
+    model, result = run(folder, model=make_model(target=1.0), **QUICKLY)
+    assert result.best_epoch is not None
+    assert result.best_epoch < QUICKLY["epochs"]
+    return folder, model
 
 
-def test_a_damaged_best_checkpoint_is_lost_with_a_warning(stopped, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(stopped[0], folder)
-    halve(folder / f"checkpoint-{2 * STEPS}" / "model.safetensors")
+def test_a_run_folder_may_be_moved(learned, tmp_path):
+    """Trainer remembers where the best checkpoint was, not where it is."""
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(learned[0], folder)
+    newest = checkpoints.in_order(folder)[0]
+    state = (newest / "trainer_state.json").read_text()
+    assert str(learned[0]) in state
+    (newest / "trainer_state.json").write_text(state.replace(str(learned[0]), "/nowhere/any/more"))
+    checkpoints.seal(newest, json.loads((newest / checkpoints.MANIFEST).read_text())["course"])
     lines = []
-    run(folder, resume="auto", echo=lines.append)
-    assert lines[1].startswith(f"warning: the best checkpoint so far, {folder}/checkpoint-{2 * STEPS}, is lost: model.")
-    assert checkpoints.trouble(checkpoints.in_order(folder)[0]) is None
+    model, _ = run(folder, model=make_model(target=1.0), resume="auto", echo=lines.append, **QUICKLY)
+    assert same(model, learned[1])
+    assert len(lines) == 1
+
+
+def test_a_damaged_best_checkpoint_is_lost_with_a_warning(learned, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(learned[0], folder)
+    newest, best = checkpoints.in_order(folder)
+    halve(best / "model.safetensors")
+    lines = []
+    model, result = run(folder, model=make_model(target=1.0), resume="auto", echo=lines.append, **QUICKLY)
+    assert lines[1].startswith(f"warning: the best checkpoint so far, {best}, is lost: model.safetensors is damaged")
+    assert lines[2:] == ["warning: the checkpoint of the best epoch is gone: the weights are those of the last epoch"]
+    assert same(model, load_file(newest / "model.safetensors"))
+    assert result.best_epoch is None

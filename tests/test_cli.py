@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -385,22 +384,18 @@ def test_a_reader_that_goes_away_is_no_noise(tmp_path, folder):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_have_their_exit_codes_and_leave_nothing_behind(tmp_path, folder, number, code):
-    command = [PYTHON, "-m", "budgetformer", "predict", "--model", folder, "--input", "-", "--batch-size", "1"]
-    command += ["--output", str(tmp_path / "out.jsonl")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdin is not None
+    source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_text("text\n" + "card\n" * 50_000)
+    command = [PYTHON, "-m", "budgetformer", "predict", "--model", folder, "--input", source, "--output", output]
+    with subprocess.Popen([*command, "--batch-size", "1"], stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
-        running.stdin.write('{"text": "card"}\n' * 100)
-        running.stdin.flush()
-        # The note about columns says that work has begun; the rest of the input never comes.
+        # The note about columns says that work has begun.
         assert "columns" in running.stderr.readline()
-        time.sleep(0.2)
         running.send_signal(number)
-        running.stdin.close()
         rest = running.stderr.read()
     assert running.returncode == code
     assert one_line(rest).endswith(f"stopped by {number.name}")
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [source]
 
 
 @pytest.mark.parametrize(("said", "code"), [("SIGTERM", 143), ("SIGINT", 130), (None, 130)])
@@ -483,6 +478,34 @@ def dense(tmp_path_factory):
     BertForSequenceClassification(config).save_pretrained(path)
     words.save_pretrained(path)
     return path
+
+
+def training_file(path, labels="ab"):
+    words = {"a": "card lost", "b": "cash top"}
+    rows = [f"{words[label]} {tiny.WORDS[i % 13]},{label}" for i in range(17) for label in labels]
+    path.write_text("\n".join(["text,label", *rows, ",a"]) + "\n")
+    return path
+
+
+def test_train_predict_evaluate_inspect(run, tmp_path, dense):
+    source, out = training_file(tmp_path / "in.csv"), tmp_path / "run"
+    arguments = ["train", "--train-file", source, "--test-file", source, "--model", dense, "--output-dir", out]
+    code, text, err = run(*arguments, "--epochs", "1", "--max-length", "16", "--threads", "1", "--bf16", "off")
+    assert code == 0, err
+    assert "accuracy" in text
+    assert "1 of 35 training rows are left out" in err
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert set(metrics) >= {"dense", "budgeted", "settings", "data", "environment"}
+    assert "max_length: 16" in (out / "settings.yaml").read_text()
+    for verb in (["predict", "card"], ["evaluate", "--data", source], ["inspect", "card"]):
+        assert run(*verb, "--model", out)[0] == 0
+        assert run(*verb, "--model", out / "dense")[0] == 0
+    # A mistake does not cost the run that is there.
+    training_file(source, labels="a")
+    code, _, err = run(*arguments, "--overwrite", "--quiet")
+    assert code == 3
+    assert "two classes" in one_line(err)
+    assert run("predict", "card", "--model", out)[0] == 0
 
 
 def test_convert_makes_a_folder_that_predict_takes(run, tmp_path, dense):

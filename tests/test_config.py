@@ -30,7 +30,6 @@ BAD_BUDGETS = [
 BAD_ENCODERS = [
     {"num_heads": 7},
     {"num_layers": 0},
-    {"vocab_size": 1.5},
     {"activation": "swish"},
     {"norm": "rms"},
     {"embedding_size": 0},
@@ -49,6 +48,12 @@ def test_a_budget_that_makes_no_sense_is_not_constructed(change):
 def test_an_encoder_that_makes_no_sense_is_not_constructed(change):
     with pytest.raises(UsageError, match=f"encoder: {next(iter(change))}="):
         EncoderConfig(**change)
+
+
+def test_half_a_word_is_not_a_vocabulary():
+    """UsageError; a TypeError where a run-time checker of annotations is quicker."""
+    with pytest.raises((UsageError, TypeError), match="vocab_size"):
+        EncoderConfig(vocab_size=1.5)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_papers_encoder_is_a_preset():
@@ -70,7 +75,9 @@ def test_configurations_are_frozen():
 
 
 def test_training_starts_with_every_head_and_ends_settled_at_the_target():
-    schedule = Schedule(budget=BudgetConfig(target=0.4, anneal_until=0.5, explore_until=0.6, tau_start=1.0, tau_end=0.1))
+    schedule = Schedule(
+        budget=BudgetConfig(target=0.4, anneal_until=0.5, explore_until=0.6, tau_start=1.0, tau_end=0.1)
+    )
     start, end = schedule.at(0.0), schedule.at(1.0)
     assert (start.target, start.noise, start.tau, start.sample) == (1.0, 1.0, 1.0, True)
     assert end == schedule.settled

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fitting import BATCH, EPOCHS, ROWS, STEPS, Call, Signal, end_of, make_data, make_model, run, same
+from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
@@ -21,9 +21,10 @@ from budgetformer import checkpoints
 from budgetformer.errors import BudgetFormerError, UsageError
 from budgetformer.fit import _metrics
 from budgetformer.metrics import evaluate
+from budgetformer.schedule import Schedule
 from budgetformer.stopping import Progress
 from budgetformer.text import collator
-from budgetformer.trainer import LengthGrouped
+from fitting import QUICKLY, STEPS, Call, Signal, end_of, make_data, make_model, run, same
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def log(folder):
 # ---------------------------------------------------------------------- stop and resume
 
 
-@pytest.mark.parametrize("cut", [1, STEPS - 1, STEPS, STEPS + 1, STEPS + 5, 2 * STEPS, 2 * STEPS + 3, 3 * STEPS - 1])
+@pytest.mark.parametrize("cut", [1, STEPS, STEPS + 1, STEPS + 5, 2 * STEPS, 3 * STEPS - 1])
 def test_stopped_and_resumed_equals_never_stopped(whole, tmp_path, cut):
     number = (signal.SIGINT, signal.SIGTERM)[cut % 2]
     with pytest.raises(KeyboardInterrupt, match=number.name):
@@ -117,9 +118,9 @@ def test_resuming_with_another_setting_is_refused(tmp_path):
 
 
 def in_process(output: Path, **options):
+    arguments = json.dumps({"threads": torch.get_num_threads(), **options})
     script = Path(__file__).with_name("fitting.py")
-    threads = {"threads": torch.get_num_threads()}
-    return subprocess.Popen([sys.executable, script, output, json.dumps({**threads, **options})], stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, script, output, arguments], stderr=subprocess.PIPE)
 
 
 def wait_for_step(output: Path, step: int, seconds: float = 120):
@@ -131,61 +132,70 @@ def wait_for_step(output: Path, step: int, seconds: float = 120):
     raise AssertionError(f"step {step} never began")
 
 
-def test_signals_to_another_process(whole, tmp_path):
-    """SIGINT, SIGTERM and kill -9, each at its own step; then resumed here."""
-    cuts = {signal.SIGINT: STEPS + 3, signal.SIGTERM: 2 * STEPS + 5, signal.SIGKILL: 2 * STEPS + 2}
-    children = {}
-    for number in cuts:
-        (tmp_path / number.name).mkdir()
-        children[number] = in_process(tmp_path / number.name, pause=0.1)
-    for number, cut in cuts.items():
-        wait_for_step(tmp_path / number.name, cut)
-        children[number].send_signal(number)
-    for number, child in children.items():
-        _, said = child.communicate(timeout=60)
-        folder = tmp_path / number.name / "run"
-        newest = int(checkpoints.in_order(folder)[0].name.removeprefix("checkpoint-"))
-        if number == signal.SIGKILL:
-            assert child.returncode == -9
-            assert newest == 2 * STEPS
-        else:
-            assert f"KeyboardInterrupt: {number.name}" in said.decode()
-            assert cuts[number] <= newest < cuts[number] + STEPS
-        model, _ = run(folder, resume="auto")
-        assert same(model, whole[1])
-        assert end_of(folder) == end_of(whole[0])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+    ids=lambda number: number.name,
+)
+def test_a_signal_to_another_process(whole, tmp_path, number):
+    cut, folder = 2 * STEPS + 2, tmp_path / "run"
+    child = in_process(tmp_path, pause=0.1)
+    wait_for_step(tmp_path, cut)
+    child.send_signal(number)
+    said = child.communicate(timeout=60)[1].decode()
+    newest = int(checkpoints.in_order(folder)[0].name.removeprefix("checkpoint-"))
+    if number == signal.SIGKILL:
+        assert newest == 2 * STEPS
+    else:
+        assert f"KeyboardInterrupt: {number.name}" in said
+        assert cut <= newest < 3 * STEPS
+    model, _ = run(folder, resume="auto")
+    assert same(model, whole[1])
+    assert end_of(folder) == end_of(whole[0])
+
+
+def unsealed(folder: Path):
+    """The newest checkpoint when it is being written, or was left so."""
+    newest = checkpoints.in_order(folder)[:1]
+    return bool(newest) and not (newest[0] / checkpoints.MANIFEST).exists()
 
 
 @pytest.mark.slow
 def test_killed_at_any_time(whole, tmp_path):
-    """kill -9 at twenty moments, many of them while a checkpoint is written: every process goes on from what is left."""
-    generator = np.random.default_rng(7)
-    for _ in range(20):
-        child = in_process(tmp_path, pause=0.02, resume="auto", keep_checkpoints=True)
+    """kill -9 twenty times, in turn at any time and while a checkpoint is written; each goes on from what is left."""
+    generator, folder, torn = np.random.default_rng(7), tmp_path / "run", 0
+    for kill in range(20):
         (tmp_path / "steps").unlink(missing_ok=True)
+        child = in_process(tmp_path, pause=0.02, resume="auto")
         while child.poll() is None and not (tmp_path / "steps").exists():
-            time.sleep(0.01)
-        time.sleep(float(generator.uniform(0.0, 0.5)))
+            time.sleep(0.005)
+        end = time.monotonic() + float(generator.uniform(0.0, 0.5))
+        while child.poll() is None and (not unsealed(folder) if kill % 2 else time.monotonic() < end):
+            time.sleep(0.0005)
         child.kill()
         child.communicate()
-    run(tmp_path / "run", resume="auto")
-    assert end_of(tmp_path / "run") == end_of(whole[0])
+        torn += unsealed(folder)
+    assert torn > 0
+    run(folder, resume="auto")
+    assert end_of(folder) == end_of(whole[0])
 
 
 # ---------------------------------------------------------------------- the best epoch
 
 
 def test_best_and_last_are_kept_and_nothing_else(tmp_path):
-    model, result = run(tmp_path, model=make_model(target=1.0), epochs=6)
+    model, result = run(tmp_path, model=make_model(target=1.0), **QUICKLY)
     found = [entry["eval_score"] for entry in log(tmp_path)]
     best = found.index(max(found)) + 1
-    assert best < 6  # the task is learned before the end, and a later epoch must be better, not as good
+    assert best < 9  # a later epoch must be better, not as good
     assert result.best_epoch == best
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [f"checkpoint-{best * STEPS}", f"checkpoint-{6 * STEPS}"]
+        [f"checkpoint-{best * STEPS}", f"checkpoint-{9 * STEPS}"]
     )
-    from safetensors.torch import load_file
-
     assert same(load_file(tmp_path / f"checkpoint-{best * STEPS}" / "model.safetensors"), model)
 
 
@@ -193,7 +203,7 @@ def test_metric_picks_the_epoch(tmp_path):
     picked = {}
     for metric in ("accuracy", "macro_f1", "loss"):
         folder = tmp_path / metric
-        _, result = run(folder, model=make_model(target=1.0), epochs=6, metric=metric)
+        _, result = run(folder, model=make_model(target=1.0), metric=metric, **QUICKLY)
         found = [entry[f"eval_{metric}"] * (-1 if metric == "loss" else 1) for entry in log(folder)]
         assert result.best_epoch == found.index(max(found)) + 1
         picked[metric] = result.best_epoch
@@ -206,10 +216,13 @@ def test_a_misspelt_metric_is_refused():
 
 
 def test_the_best_epoch_is_one_within_the_budget(tmp_path):
-    model, result = run(tmp_path, model=make_model(target=0.5), epochs=6)
-    within = [entry["eval_head_share"] <= 0.52 for entry in log(tmp_path)]
-    assert not within[0]  # heads are still coming down
-    assert within[int(result.best_epoch) - 1]
+    model, result = run(tmp_path, model=make_model(target=0.5), epochs=9, learning_rate=1e-2)
+    found = log(tmp_path)
+    within = [entry for entry in found if entry["eval_head_share"] <= 0.52]
+    best = found[int(result.best_epoch) - 1]
+    assert 0 < len(within) < 9  # heads come down while it learns
+    assert best in within
+    assert best["eval_accuracy"] == max(entry["eval_accuracy"] for entry in within)
     assert evaluate(model, make_data(23, seed=4), details=False)["head_share"] <= 0.52
 
 
@@ -228,7 +241,7 @@ def test_any_epoch_within_the_budget_beats_any_above_it(metric):
 
 
 def test_early_stopping_and_its_resumption(tmp_path):
-    options = {"epochs": 9, "patience": 2}
+    options = {**QUICKLY, "patience": 2}
     model, result = run(tmp_path, model=make_model(target=1.0), **options)
     found = [entry["eval_score"] for entry in log(tmp_path)]
     assert result.steps == STEPS * len(found) < STEPS * 9
@@ -240,7 +253,7 @@ def test_early_stopping_and_its_resumption(tmp_path):
 
 
 def test_patience_goes_on_counting_after_a_stop(tmp_path):
-    options = {"epochs": 9, "patience": 2}
+    options = {**QUICKLY, "patience": 2}
     _, result = run(tmp_path / "whole", model=make_model(target=1.0), **options)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", model=make_model(target=1.0), callbacks=(Signal(result.steps - 3),), **options)
@@ -260,9 +273,13 @@ def test_without_checkpoints_nothing_is_written(tmp_path):
 
 def test_a_full_disk_leaves_the_older_checkpoint(whole, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+
     try:
         with pytest.raises(BudgetFormerError) as caught:
-            run(tmp_path, callbacks=(Call(STEPS + 2, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))),))
+            run(tmp_path, callbacks=(Call(STEPS + 2, fill),))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = str(caught.value)
@@ -281,7 +298,7 @@ def test_a_folder_that_may_not_be_written_leaves_the_older_checkpoint(tmp_path):
             os.seteuid(65534)
 
     try:
-        with pytest.raises(BudgetFormerError, match=r"checkpoint-16: the checkpoint cannot be written \(Permission denied"):
+        with pytest.raises(BudgetFormerError, match=r"checkpoint-16: the checkpoint .* \(Permission denied\)"):
             run(tmp_path, callbacks=(Call(STEPS + 2, protect),))
     finally:
         if os.getuid() == 0:
@@ -335,7 +352,7 @@ def test_the_bar_shows_the_chosen_metric():
 )
 def test_the_loss_falls(tmp_path, config, options):
     before = evaluate(make_model(**config), make_data(), details=False)
-    model, result = run(tmp_path, model=make_model(**config), validation=False, epochs=6, **options)
+    model, result = run(tmp_path, model=make_model(**config), validation=False, **{**QUICKLY, **options})
     after = evaluate(model, make_data(), details=False)
     assert after["loss"] < 0.7 * before["loss"]
     assert after["accuracy"] > before["accuracy"] + 0.2
@@ -356,7 +373,8 @@ class Logged(TrainerCallback):
 
 def test_options_of_the_loss_change_it(tmp_path):
     first = {}
-    for name, config in {"plain": {}, "weights": {"class_weights": [0.1, 1.0, 9.0]}, "smoothing": {"label_smoothing": 0.5}}.items():
+    configs = {"plain": {}, "weights": {"class_weights": [0.1, 1.0, 9.0]}, "smoothing": {"label_smoothing": 0.5}}
+    for name, config in configs.items():
         seen = Logged()
         run(tmp_path, model=make_model(**config), epochs=2, callbacks=(seen,), keep_checkpoints=False)
         first[name] = seen.losses[0]
@@ -370,47 +388,12 @@ def test_bf16_does_not_choose_other_heads(tmp_path):
     batch.pop("labels")
     router = model.budgetformer.encoder.layers[1].attention.router
     x, keep = torch.randn(61, 16, 15), batch["attention_mask"].bool()
-    explore = {"explore": __import__("budgetformer.schedule", fromlist=["Schedule"]).Schedule(budget=model.config.budget_config).settled}
+    explore = Schedule(budget=model.config.budget_config).settled
     with torch.no_grad():
-        full, plain = model(**batch), router(x, keep, **explore)
+        full, plain = model(**batch), router(x, keep, explore=explore)
         with torch.autocast("cpu", torch.bfloat16):
-            low, cast = model(**batch), router(x, keep, **explore)
+            low, cast = model(**batch), router(x, keep, explore=explore)
     assert torch.equal(plain.scores, cast.scores)
     assert torch.equal(plain.gates, cast.gates)
     assert not torch.equal(full.logits, low.logits.float())  # the rest did run in bf16
     assert torch.equal(full.gates[:, 0], low.gates[:, 0])
-
-
-# ---------------------------------------------------------------------- order of the data
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    lengths, epoch = make_data().lengths, [0]
-    order = LengthGrouped(lengths, 7, 3, lambda: epoch[0])
-    first = list(order)
-    assert sorted(first) == list(range(ROWS))
-    torch.randn(5)  # dropout draws numbers too
-    assert list(order) == first
-    epoch[0] = 1
-    assert list(order) != first
-    assert list(LengthGrouped(lengths, 7, 4, lambda: 0)) != first
-
-
-def test_batches_hold_similar_lengths():
-    data = make_data(601)
-
-    def padding(order):
-        batches = [[data.lengths[i] for i in order[b : b + BATCH]] for b in range(0, len(order), BATCH)]
-        return sum(max(batch) * len(batch) - sum(batch) for batch in batches)
-
-    grouped, shuffled = list(LengthGrouped(data.lengths, BATCH, 3, lambda: 0)), torch.randperm(601).tolist()
-    assert padding(grouped) < 0.2 * padding(shuffled)
-
-
-def test_every_input_is_seen_once_an_epoch(tmp_path):
-    data = make_data()
-    run(tmp_path, data=data, validation=False)
-    seen = data.seen[-EPOCHS * ROWS :]
-    epochs = [seen[i : i + ROWS] for i in range(0, len(seen), ROWS)]
-    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
-    assert epochs[0] != epochs[1]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from core_helpers import stir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budgetformer import reference
 from budgetformer.config import ESTIMATORS, ROUTER_VIEWS, BudgetConfig
 from budgetformer.router import Router, allocate, forced, pool
+from core_helpers import stir
 
 BATCH, TOKENS, WIDTH, UNITS = 3, 11, 13, 7
 
@@ -57,13 +57,14 @@ def test_a_new_router_runs_every_unit(estimator, units, view, settled):
 
 def test_a_layer_at_its_floor_can_come_back(settled):
     """The wanted number has a gradient even where only min_units run."""
-    router = stir(Router(WIDTH, UNITS, BudgetConfig()).double(), bias=-4.0).train()
+    router = Router(WIDTH, UNITS, BudgetConfig()).double().train()
+    torch.nn.init.constant_(router.controller[2].bias, -5.0)  # pyright: ignore[reportArgumentType]
     routing = router(hidden(), torch.ones(BATCH, TOKENS, dtype=torch.bool), explore=settled)
+    assert (routing.chosen.sum(-1) == 1).all()
     routing.share.sum().backward()
-    assert (routing.chosen.sum(-1) >= 1).all()
     gradient = router.controller[2].bias.grad
     assert isinstance(gradient, torch.Tensor)
-    assert float(gradient) > 1e-4
+    assert float(gradient) > 1e-3
 
 
 def test_every_parameter_learns_from_the_gates(curious):

@@ -45,17 +45,17 @@ def test_flag_beats_environment_beats_config_beats_default(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.yaml", "learning_rate: 1e-3\nbf16: true\npatience: null\n"),  # YAML reads 1e-3 as a string
-        ("a.toml", "learning_rate = 1e-3\nbf16 = true\n"),
-        ("a.json", '{"learning_rate": 1e-3, "bf16": true, "patience": null}'),
-        ("a.yml", "learning-rate: 0.001\nbf16: yes\n"),
+        ("a.yaml", "learning_rate: 1e-3\nquick: true\npatience: null\n"),  # YAML reads 1e-3 as a string
+        ("a.toml", "learning_rate = 1e-3\nquick = true\n"),
+        ("a.json", '{"learning_rate": 1e-3, "quick": true, "patience": null}'),
+        ("a.yml", "learning-rate: 0.001\nquick: yes\n"),
     ],
 )
 def test_config_files(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     made, _ = resolve(config=tmp_path / name)
     assert made.learning_rate == 1e-3
-    assert made.bf16 is True
+    assert made.quick is True
     assert made.patience is None
 
 
@@ -81,6 +81,14 @@ def test_bad_config_files_are_refused(tmp_path, name, text, says):
     with pytest.raises(UsageError, match=name) as caught:
         resolve(config=tmp_path / name)
     assert says in str(caught.value)
+
+
+def test_yaml_reads_on_and_off_as_what_they_are_not(tmp_path):
+    for word in ("on", "off", "auto"):
+        (tmp_path / "a.yaml").write_text(f"bf16: {word}\n")
+        assert resolve(config=tmp_path / "a.yaml")[0].bf16 == word
+    settings.save(resolve({"bf16": "on"})[0], tmp_path / "b.yaml")
+    assert settings.resolve(TrainSettings, {}, tmp_path / "b.yaml", {})[0].bf16 == "on"
 
 
 def test_a_missing_config_file_is_refused(tmp_path):
@@ -138,9 +146,9 @@ def test_a_misspelt_choice_names_the_nearest(name, value, meant):
 
 
 def test_environment_values():
-    made, _ = resolve(environ={"BUDGETFORMER_BF16": "Yes", "BUDGETFORMER_QUICK": "0", "BUDGETFORMER_EPOCHS": ""})
-    assert made.bf16 is True
-    assert made.quick is False
+    made, _ = resolve(environ={"BUDGETFORMER_QUICK": "Yes", "BUDGETFORMER_CARBON": "0", "BUDGETFORMER_EPOCHS": ""})
+    assert made.quick is True
+    assert made.carbon is False
     assert made.epochs == 4
     with pytest.raises(UsageError, match="BUDGETFORMER_TARGET_BUDGET is 2;"):
         resolve(environ={"BUDGETFORMER_TARGET_BUDGET": "2"})

@@ -299,15 +299,13 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
                 continue
             part = slice(h * D, (h + 1) * D)
 
-            def project(x: Tensor, weight: Tensor, bias: Tensor | None, rows=rows, part=part) -> Tensor:
-                return F.linear(x[rows], weight[part], None if bias is None else bias[part])[:, None]
-
             if itself:
                 joint = torch.cat([wq[part], wk[part], wv[part]])
                 joint_bias = torch.cat([b[part] for b in (bq, bk, bv) if b is not None]) if bq is not None else None
                 q, k, v = F.linear(query[rows], joint, joint_bias)[:, None].chunk(3, dim=-1)
             else:
-                q, k, v = project(query, wq, bq), project(key, wk, bk), project(value, wv, bv)
+                parts = ((query, wq, bq), (key, wk, bk), (value, wv, bv))
+                q, k, v = (F.linear(x[rows], w[part], None if b is None else b[part])[:, None] for x, w, b in parts)
             k, v, bias = self._extend(k, v, mask.additive(q.dtype, rows, h), slice(h, h + 1))
             context, weights = self._attention(q, k, v, bias, need_weights)
             context = context[:, 0] * gates[rows, h, None, None].to(context.dtype)

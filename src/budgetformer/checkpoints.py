@@ -127,7 +127,7 @@ def prune(newest: str | Path, best_step: int | None) -> None:
         kept = [path for path in others if _step(path) < _step(newest) and trouble(path) is None][:1]
     for path in others:
         if path not in kept:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # one that cannot be removed is no reason to end a training
 
 
 def _step(folder: Path) -> int:
@@ -147,7 +147,7 @@ class FindBest(TrainerCallback):
         """Called by Trainer when the state of the checkpoint is loaded."""
         if not state.best_global_step:
             return
-        best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
+        best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
         reason = trouble(best, (WEIGHTS,)) if best.is_dir() else "there is no such folder"
         state.best_model_checkpoint = None if reason else str(best)
         if reason and best.is_dir():

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in takewhile(lambda word: word != "--", arguments)
     _speak_utf8()
+    # Threads that wait by spinning slow the neighbours, and on a busy machine one's own run many times over.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     before = signal.signal(signal.SIGTERM, _on_terminate)
     try:
         code = app(arguments, prog_name="budgetformer", standalone_mode=False) or 0

@@ -1,7 +1,7 @@
 """What an encoder and its budget are made of: frozen, valid or not constructed. Presets are rows."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 from budgetformer.errors import UsageError
 
@@ -39,8 +39,8 @@ class BudgetConfig:
     tau_end: float = 0.1
     # the budget's loss
     loss: str = "lagrange"
-    multiplier_rate: float = 0.05  # step of the dual ascent, per training step
-    stiffness: float = 5.0  # weight of the squared excess (augmented Lagrangian)
+    multiplier_rate: float = 0.2  # step of the dual ascent, per training step
+    stiffness: float = 20.0  # weight of the squared excess (augmented Lagrangian)
     share_min: float = 0.1  # the paper's hinge interval
     share_max: float = 0.9
     entropy_weight: float = 0.01  # the paper's entropy term
@@ -110,7 +110,7 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
+    def preset(cls, name: str, **changes: Any) -> "EncoderConfig":
         """The row `name` of `PRESETS`, with `changes` on top."""
         if name not in PRESETS:
             raise UsageError(f"preset={name!r}: there is none of that name; choose one of {', '.join(PRESETS)}")

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 from transformers.trainer_callback import TrainerCallback
 from transformers.utils.generic import ModelOutput
 
@@ -14,6 +21,7 @@ from budgetformer.attention import BudgetedMultiheadAttention
 from budgetformer.config import BudgetConfig, EncoderConfig, known_fields
 from budgetformer.encoder import Classifier, Encoder, EncoderOutput
 from budgetformer.errors import ModelFolderError, UsageError
+from budgetformer.router import Router
 from budgetformer.schedule import Schedule
 
 
@@ -21,6 +29,7 @@ class BudgetFormerConfig(PreTrainedConfig):
     """Sizes (fields of `EncoderConfig`), the budget (a `BudgetConfig` as a mapping), the classifier and its losses."""
 
     model_type = "budgetformer"
+    __no_type_check__ = True  # a run-time checker knows the fields, but not the words that the base class takes
     keys_to_ignore_at_inference = ["gates", "wanted", "head_share", "loss_parts", "hidden_states", "attentions"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "num_layers",
@@ -125,14 +134,22 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
         if isinstance(module, BudgetedMultiheadAttention):
             nn.init.normal_(module.in_proj_weight, std=std)
             nn.init.zeros_(module.in_proj_bias)
-            # From here, not from a branch of its own: the loader passes over modules without tensors of their own.
-            module.router.reset_parameters()
         elif isinstance(module, Encoder):
             nn.init.ones_(module.profile)
         elif isinstance(module, BudgetFormerForSequenceClassification):
             nn.init.zeros_(module.multiplier)
         else:
             super()._init_weights(module)
+
+    @initialization.guard_torch_init_functions()
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Routers start with all heads on, also those that a checkpoint of a dense encoder has no weights for."""
+        super().initialize_weights()
+        # Not from `_init_weights`: the loader passes over modules without tensors of their own, as routers are.
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.reset_parameters()
 
 
 class BudgetFormerModel(BudgetFormerPreTrainedModel):

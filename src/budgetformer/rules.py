@@ -34,6 +34,8 @@ class Rule:
 
     def read(self, value: object) -> object:
         """`value` in the rule's type; what cannot be read comes back as it is, for `check` to refuse."""
+        if isinstance(value, bool) and "on" in self.choices:
+            return "on" if value else "off"  # YAML reads these words as true and false
         if not isinstance(value, str):
             return float(value) if self.kind is float and type(value) is int else value
         if self.kind is bool:

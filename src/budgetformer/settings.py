@@ -173,7 +173,9 @@ class TrainSettings(Checked):
         optional(whole(1)), "stop after so many epochs that are no better [default: never]"
     )
     seed: int = in_training(whole(0, 2**32 - 1), "seed of everything random", default=0)
-    bf16: bool = in_training(yes_or_no(), "bfloat16 where it pays", default=False)
+    bf16: str = in_training(
+        one_of("auto", "on", "off"), "bfloat16: on, off, or auto (where the processor has it)", default="auto"
+    )
     threads: int | None = in_training(optional(whole(1)), "CPU threads [default: torch's own choice]")
     num_workers: int = in_training(whole(0), "processes that prepare batches", default=0)
     resume: str | None = in_training(

@@ -45,13 +45,11 @@ class StopCleanly(TrainerCallback):
             # At the end of an epoch Trainer evaluates and saves anyway, in this order.
             self._within_epoch = state.global_step % (state.max_steps // state.num_train_epochs) != 0
             control.should_save = self._within_epoch and args.save_strategy != "no"
-        return control
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Called by Trainer when it leaves an epoch, be it in the middle."""
         if self._within_epoch:
             control.should_evaluate = control.should_save = False
-        return control
 
     def _agree(self, device: torch.device) -> None:
         """All processes stop after the same step, also when the signal reached one of them."""
@@ -91,7 +89,8 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Show the newest figures."""
-        self.last.update({name: logs[key] for key, name in self.shown.items() if key in (logs or {})})
+        logs = logs or {}
+        self.last.update({name: logs[key] for key, name in self.shown.items() if key in logs})
         if self.bar is not None and not math.isnan(self.last.get("loss", math.nan)):
             self.bar.set_postfix({k: f"{v:.3f}" for k, v in self.last.items()}, refresh=False)
 

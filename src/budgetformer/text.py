@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from budgetformer.tokens import tokenise
+
 
 @dataclass
 class Encoded(Dataset):
@@ -44,22 +46,11 @@ def encode(
     max_length: int,
 ) -> Encoded:
     """Tokenise texts (or pairs of texts) and cut what is longer than `max_length` tokens."""
-    if not len(texts):
-        return Encoded()
-    arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
-    # Overflowing pieces tell which inputs were cut without tokenising them twice.
-    made = tokenizer(*arguments, truncation=True, max_length=max_length, return_length=False, verbose=False)
-    items = []
-    for i in range(len(texts)):
-        item: dict[str, Any] = {"input_ids": made["input_ids"][i]}
-        if "token_type_ids" in made and pairs is not None:
-            item["token_type_ids"] = made["token_type_ids"][i]
-        if labels is not None:
-            item["labels"] = labels[i]
-        items.append(item)
-    encodings = getattr(made, "encodings", None)
-    truncated = sum(bool(e.overflowing) for e in encodings) if encodings else 0
-    return Encoded(items, truncated)
+    tokens = tokenise(tokenizer, texts, pairs, max_length=max_length)
+    items: list[dict[str, Any]] = [one.item() for one in tokens]
+    if labels is not None:
+        items = [{**item, "labels": label} for item, label in zip(items, labels, strict=True)]
+    return Encoded(items, sum(one.truncated for one in tokens))
 
 
 def collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:

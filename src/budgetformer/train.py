@@ -15,6 +15,7 @@ from budgetformer import metrics, sources
 from budgetformer.checkpoints import discard
 from budgetformer.config import BudgetConfig
 from budgetformer.data import write_ledger
+from budgetformer.environment import environment
 from budgetformer.errors import BudgetFormerError, UsageError
 from budgetformer.fit import FitOptions, fit
 from budgetformer.folder import check_model_folder
@@ -45,8 +46,11 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     tracker = Carbon(settings.carbon)
     budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
     model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
+    tokenizer.model_max_length = settings.max_length  # use cuts texts where training did
     train_rows, test_rows = (sources.encode_rows(r, tokenizer, splits.labels, settings) for r in (splits.train, splits.test))
-    validation = splits.validation and sources.encode_rows(splits.validation, tokenizer, splits.labels, settings)
+    validation = None
+    if splits.validation is not None:
+        validation = sources.encode_rows(splits.validation, tokenizer, splits.labels, settings)
     for encoded, name in ((train_rows, "training"), (test_rows, "test")):
         if encoded.truncated:
             echo(f"{encoded.truncated} of {len(encoded)} {name} texts are longer than {settings.max_length} tokens and are cut")
@@ -93,7 +97,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         "truncated": train_rows.truncated,
         "labels": splits.labels,
     }
-    result["environment"] = environment()
+    result["environment"] = {**environment(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     missed = result["budgeted"]["attention_flops_share"] - settings.target_budget
     if abs(missed) > 0.02:
         echo(f"warning: the budget ended {missed:+.3f} off its target of {settings.target_budget}; train for longer")
@@ -114,7 +118,7 @@ def budgeted_from(
     model = BudgetFormerForSequenceClassification(config)
     model.load_state_dict(dense.state_dict())
     _freeze(model, settings, routers=False)
-    return model.to(dense.device)
+    return model
 
 
 def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, folder: Path, echo) -> Any:
@@ -123,9 +127,9 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
     given = settings.dense or (done if settings.resume and (done / "config.json").is_file() else None)
     if given is not None:
         check_model_folder(given)
-        twin = BudgetFormerForSequenceClassification.from_pretrained(given)
-        names = [twin.config.id2label[i] for i in range(twin.num_labels)]
-        if names != [model.config.id2label[i] for i in range(model.num_labels)]:
+        twin: Any = BudgetFormerForSequenceClassification.from_pretrained(given)
+        names = list(twin.config.id2label.values())
+        if names != list(model.config.id2label.values()):
             raise UsageError(f"dense={given}: its {len(names)} labels are not those of the data; train it on this data")
         if twin.config.encoder_config != model.config.encoder_config:
             raise UsageError(f"dense={given}: its encoder has other sizes than model={settings.model}; name its own")
@@ -270,22 +274,6 @@ class Carbon:
         finally:
             kilograms = tracker.stop()
         return {**found, "co2_grams": None if kilograms is None else 1000 * kilograms, "co2_country": country}
-
-
-def environment() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
-    import platform
-
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
 
 
 def _silent(line: str) -> None:

@@ -77,7 +77,7 @@ class BudgetTrainer(Trainer):
         return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         try:
             with without_bar():
                 super()._save_checkpoint(model, trial)

@@ -259,12 +259,12 @@ def _progress(off: bool) -> "Iterator[Callable[[int], object]]":
 
 
 def _quieten_libraries() -> None:
-    """What transformers says on loading is for developers; it keeps quiet unless asked by its own variable."""
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        from transformers.utils import logging
+    """What transformers says on loading is for developers: no bars, and no notes unless asked by its own variable."""
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
 
 
 def _show(result: Any) -> None:
