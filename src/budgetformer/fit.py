@@ -131,6 +131,8 @@ def fit(
         done = trainer.train(
             resume_from_checkpoint=str(resume) if resume is not None else None, ignore_keys_for_eval=ignored
         )
+    # Without this the model would go on under autocast, and be measured and used at another precision than it is saved.
+    trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     if stop.asked is not None:
         raise KeyboardInterrupt(stop.asked)
     model.eval()

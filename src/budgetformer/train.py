@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from budgetformer import metrics, sources
-from budgetformer.checkpoints import discard
 from budgetformer.config import BudgetConfig
 from budgetformer.data import write_ledger
 from budgetformer.environment import environment
@@ -23,6 +22,7 @@ from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.outputs import clear_output_folder, write_aside
 from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
+from budgetformer.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
@@ -158,8 +158,6 @@ def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -
 
 
 def _options(settings: TrainSettings, folder: Path, epochs: int) -> FitOptions:
-    if settings.resume is None and is_main():
-        discard(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     resume = settings.resume
     if resume not in (None, "auto") and Path(resume).parent.name != folder.name:
@@ -201,7 +199,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        model.save_pretrained(aside)
+        with without_bar():
+            model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         for file in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, folder / file.name)
