@@ -2,7 +2,7 @@
 
 For one data set and one seed: the dense model; the dense model trained for as long again (the fair control); the
 budgeted model at several targets; static pruning by importance (Michel et al. 2019, one shot) with recovery, at the
-mean cost the budgeted model reached; the same number of heads per input and layer, chosen at random in training and use.
+mean cost the budgeted model reached; the same number of heads per input and layer, chosen at random throughout.
 
     python experiments/compare.py --data trec6.parquet --seed 0 --output experiments/results/trec6-0.json
 
@@ -25,12 +25,13 @@ import torch
 
 from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
-from budgetformer.fit import FitOptions, fit
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.metrics import evaluate, predict
 from budgetformer.router import allocate
 from budgetformer.settings import locate_model
-from budgetformer.text import collator, encode
+from budgetformer.text import encode
+from budgetformer.training.fit import FitOptions, fit
+from budgetformer.training.importance import head_importance, start_from
 
 
 class FixedHeads(BudgetFormerForSequenceClassification):
@@ -50,21 +51,6 @@ class RandomHeads(BudgetFormerForSequenceClassification):
         rank = torch.rand(batch, layers, heads).argsort(-1).argsort(-1)
         kwargs["gates"] = (rank < count[..., None]).float()
         return super().forward(input_ids, **{k: v for k, v in kwargs.items() if k != "budget"})
-
-
-def importance(model, train, batches=40):
-    """Michel et al.: mean |d loss / d gate| of each head over training batches, normed per layer. (layer, head)."""
-    model.eval()
-    collate = collator(model.config.pad_token_id or 0)
-    found = torch.zeros(model.config.num_layers, model.config.num_heads)
-    order = torch.randperm(len(train)).tolist()
-    for b in range(min(batches, len(order) // 32)):
-        batch = collate([train[i] for i in order[b * 32 : b * 32 + 32]])
-        batch.pop("teacher_logits", None)
-        gates = torch.ones(len(batch["labels"]), *found.shape, requires_grad=True)
-        (grad,) = torch.autograd.grad(model(**batch, gates=gates).loss, gates)
-        found += grad.abs().sum(0)
-    return found / found.norm(dim=-1, keepdim=True)
 
 
 def variant(model, cls, budget=None, **config):
@@ -102,6 +88,7 @@ def main():
     parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
+    parser.add_argument("--prior", type=float, default=0.0, help="scale of the importance the routers start from")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
     args = parser.parse_args()
@@ -119,7 +106,9 @@ def main():
     def split(which):
         rows = [row for row in table if row["split"] == which]
         if args.limit and len(rows) > args.limit:
-            rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: args.limit]]
+            rows = [
+                rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: args.limit]
+            ]
         pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
         labels = [number[row["label"]] for row in rows]
         return encode(tokenizer, [row["text"] for row in rows], pairs, labels, max_length=args.max_length)
@@ -173,12 +162,14 @@ def main():
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
         run("control", control, told)
-    ranked = importance(dense, train) if static_at else torch.zeros(0)
+    ranked = head_importance(dense, train, seed=args.seed) if static_at or args.prior else torch.zeros(0)
     for target in map(float, args.targets.split(",")):
         changes = json.loads(args.budget)
         budgeted = variant(
             dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
         )
+        if args.prior:
+            start_from(budgeted, ranked, args.prior)
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
         if target in static_at:

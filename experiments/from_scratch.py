@@ -1,4 +1,4 @@
-"""The paper's way: its encoder from scratch, its estimator and losses as reported, against `soft_topk` held to a target.
+"""The paper's way: its encoder from scratch, estimator and losses as reported, against `soft_topk` held to a target.
 
     python experiments/from_scratch.py --data subj.parquet --output experiments/results/scratch-subj.json
 
@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import torch
 
 from budgetformer.config import BudgetConfig, EncoderConfig
-from budgetformer.fit import FitOptions, fit
 from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
 from budgetformer.metrics import evaluate
-from budgetformer.sources import train_tokenizer
 from budgetformer.text import encode
+from budgetformer.training.fit import FitOptions, fit
+from budgetformer.training.sources import train_tokenizer
 
 BUDGETS = {
     "dense": BudgetConfig(),

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from budgetformer import checkpoints
 from budgetformer.config import BudgetConfig
-from budgetformer.fit import FitOptions, fit
 from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
 from budgetformer.text import Encoded
+from budgetformer.training import checkpoints
+from budgetformer.training.fit import FitOptions, fit
 
 ROWS, BATCH, EPOCHS = 61, 8, 3
 STEPS = 8  # of one epoch, the last one with 5 inputs

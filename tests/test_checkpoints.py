@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from budgetformer import checkpoints
 from budgetformer.errors import UsageError
+from budgetformer.training import checkpoints
 from fitting import QUICKLY, STEPS, Signal, end_of, make_model, run, same
 
 COURSE = {"seed": 3, "epochs": 5}

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from budgetformer import cli, verbs
+from budgetformer import cli
+from budgetformer.cli import verbs
 
 PYTHON = sys.executable
 HEAVY = ("torch", "transformers", "pyarrow", "sklearn", "matplotlib", "datasets", "yaml")
@@ -403,7 +404,7 @@ def test_training_that_was_stopped(run, monkeypatch, tmp_path, said, code):
     def stop(settings, echo):
         raise KeyboardInterrupt(*([said] if said else []))
 
-    monkeypatch.setattr("budgetformer.train.train", stop)
+    monkeypatch.setattr("budgetformer.training.job.train", stop)
     found, _, err = run("train", "--data", "demo", "--output-dir", tmp_path / "run", "--quiet")
     assert found == code
     assert "stopped" in one_line(err)
@@ -533,7 +534,7 @@ def test_a_failed_convert_costs_nothing(run, tmp_path, dense, folder):
 
 
 def test_writers_take_no_rows(tmp_path):
-    from budgetformer.writers import open_writer
+    from budgetformer.cli.writers import open_writer
 
     for name in ("jsonl", "csv", "parquet"):
         with open_writer(str(tmp_path / f"a.{name}"), name) as write:

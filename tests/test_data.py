@@ -27,8 +27,8 @@ from budgetformer.data import (
     split_names,
     write_ledger,
 )
+from budgetformer.data.readers import MAX_ROW_BYTES, delimited
 from budgetformer.errors import BudgetFormerError, DataError, UsageError
-from budgetformer.readers import MAX_ROW_BYTES, delimited
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from budgetformer import checkpoints
 from budgetformer.errors import BudgetFormerError, UsageError
-from budgetformer.fit import _metrics
 from budgetformer.metrics import evaluate
 from budgetformer.schedule import Schedule
-from budgetformer.stopping import Progress
 from budgetformer.text import collator
+from budgetformer.training import checkpoints
+from budgetformer.training.fit import _metrics
+from budgetformer.training.stopping import Progress
 from fitting import QUICKLY, STEPS, Call, Signal, end_of, make_data, make_model, run, same
 
 

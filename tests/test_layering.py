@@ -43,9 +43,9 @@ def test_the_core_imports_the_core_alone(name):
 def test_the_reader_of_imports_sees_both_forms(tmp_path):
     file = tmp_path / "some.py"
     file.write_text(
-        "from budgetformer import hf\nfrom budgetformer.train import x\ndef f():\n    import transformers\n"
+        "from budgetformer import hf\nfrom budgetformer.training.job import x\ndef f():\n    import transformers\n"
     )
-    assert imports(file) == {"budgetformer.hf", "budgetformer.train", "transformers"}
+    assert imports(file) == {"budgetformer.hf", "budgetformer.training.job", "transformers"}
 
 
 def test_a_fresh_interpreter_loads_the_core_without_transformers():

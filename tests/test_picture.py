@@ -8,9 +8,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from budgetformer import picture
-from budgetformer.figures import house_style
-from budgetformer.picture import Inspection
+from budgetformer.report import picture
+from budgetformer.report.figures import house_style
+from budgetformer.report.picture import Inspection
 
 GATES = [[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
 EXAMPLE = Inspection(

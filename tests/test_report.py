@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from budgetformer import figures, report
-from budgetformer.wording import cells as columns
-from budgetformer.wording import markdown, percent, plain
+from budgetformer import report
+from budgetformer.report import figures
+from budgetformer.report.wording import cells as columns
+from budgetformer.report.wording import markdown, percent, plain
 
 HOSTILE = "a|b $x$ <script>\x1b[31m\u202e`_*[z](u)\n# end"
 
@@ -186,7 +187,8 @@ def test_wording():
 
 def test_the_table_loads_neither_torch_nor_matplotlib():
     code = (
-        "import sys; from budgetformer import picture, report; report.table({'dense': {'accuracy': 0.5}});"
+        "import sys; from budgetformer import report; from budgetformer.report import picture;"
+        "report.table({'dense': {'accuracy': 0.5}});"
         "print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -6,8 +7,8 @@ import pytest
 from budgetformer import settings
 from budgetformer.config import ESTIMATORS
 from budgetformer.errors import UsageError
-from budgetformer.rules import Checked, flag_of
 from budgetformer.settings import ConvertSettings, EvaluateSettings, InspectSettings, PredictSettings, TrainSettings
+from budgetformer.settings.rules import Checked, flag_of
 
 CLASSES = [TrainSettings, EvaluateSettings, PredictSettings, InspectSettings, ConvertSettings]
 GIVEN = {"data": "demo", "output_dir": "out"}
@@ -237,7 +238,7 @@ def test_locate_model(tmp_path, monkeypatch):
     for name, says in [("scratch:papr", "'paper'"), ("./none", "no such folder"), ("a/b/c", "no such folder")]:
         with pytest.raises(UsageError, match=says):
             settings.locate_model(name)
-    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="budgetformer\\[demo\\]"):
         settings.locate_model("demo")
 

@@ -1,4 +1,4 @@
-"""The whole job on a small data set, through the command line: twin, budgeted model, table, use, and what goes wrong."""
+"""The whole job on a small data set, through the command line: twin, budgeted model, table, use, what goes wrong."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_a_given_twin_is_taken_and_a_wrong_one_refused(run, files, tmp_path, cap
     mine, given = (json.loads((p / "metrics.json").read_text())["dense"] for p in (tmp_path / "second", run))
     assert mine["accuracy"] == given["accuracy"]
     capsys.readouterr()
-    assert train(files, tmp_path / "third", "--dense", str(run / "dense"), data="several", *[]) == 2
+    assert train(files, tmp_path / "third", "--dense", str(run / "dense"), data="several") == 2
     assert "labels" in capsys.readouterr().err
 
 
@@ -136,7 +136,7 @@ def test_bad_rows_are_left_out_counted_and_listed(files, tmp_path):
         ("text,label\n", [], 3, "no rows"),
         ("", [], 3, "empty"),
         ("text,lable\na,x\nb,y\n", [], 3, "lable"),
-        ("text,label\na,x\nb,y\n", ["--target-budget", "1.5"], 2, "target_budget"),
+        ("text,label\na,x\nb,y\n", ["--target-budget", "1.5"], 2, "(0, 1]"),
         ("text,label\na,x\nb,y\n", ["--metric", "acuracy"], 2, "accuracy"),
         ("text,label\na,x\nb,y\n", ["--class-weights", "balnced"], 2, "balanced"),
     ],
@@ -167,13 +167,19 @@ def test_an_output_that_exists_is_kept(run, files, capsys):
 
 
 def test_ctrl_c_keeps_a_checkpoint_and_resuming_ends_where_the_whole_run_does(files, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
     def command(output: Path, *more: str) -> list[str]:
         given = ["--train-file", files["train"], "--test-file", files["test"], "--output-dir", str(output)]
         return [sys.executable, "-m", "budgetformer", "train", *given, *SMALL, *FAST, *more]
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(whole), check=True, capture_output=True, env=environment)
+
+    def finish(*arguments: str) -> None:
+        done = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+
+    finish(whole)
     stopped = subprocess.Popen(command(broken), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     deadline = time.time() + 120
     while not (broken / "checkpoints" / "budgeted").exists() and time.time() < deadline:
@@ -183,5 +189,15 @@ def test_ctrl_c_keeps_a_checkpoint_and_resuming_ends_where_the_whole_run_does(fi
     assert stopped.returncode == 130, err.decode()
     assert out == b""
     assert list((broken / "checkpoints").rglob("manifest.json")), "a checkpoint is kept"
-    subprocess.run(command(broken, "--resume", "auto"), check=True, capture_output=True, env=environment)
+    finish(broken, "--resume", "auto")
     assert (broken / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_tokenizer_learned_twice_is_the_same():
+    code = (
+        "from budgetformer.training.sources import train_tokenizer;"
+        "made = train_tokenizer(['the swan and the crow', 'a hammer', 'swans and hammers near the crow'] * 3);"
+        "print(sorted(made.get_vocab().items()))"
+    )
+    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(runs) == 1

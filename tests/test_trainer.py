@@ -2,7 +2,7 @@
 
 import torch
 
-from budgetformer.trainer import LengthGrouped
+from budgetformer.training.trainer import LengthGrouped
 from fitting import BATCH, EPOCHS, ROWS, make_data, run
 
 

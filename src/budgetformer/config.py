@@ -63,6 +63,11 @@ class BudgetConfig:
             need(name, getattr(self, name) >= 0.0, "must be 0 or more")
         need("share_min", 0.0 <= self.share_min <= self.share_max <= 1.0, "need 0 <= share_min <= share_max <= 1")
 
+    @property
+    def routes(self) -> bool:
+        """False for a dense model: a target of 1, held, leaves nothing to decide, and no router runs."""
+        return self.target < 1.0 or self.loss != "lagrange"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:

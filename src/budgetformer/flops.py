@@ -50,9 +50,16 @@ def router(config: EncoderConfig, budget: BudgetConfig) -> int:
 
 
 def work(
-    tokens: Tensor, heads: Tensor, config: EncoderConfig, budget: BudgetConfig, *, labels: int, dense_head: bool = False
+    tokens: Tensor,
+    heads: Tensor,
+    config: EncoderConfig,
+    budget: BudgetConfig,
+    *,
+    labels: int,
+    dense_head: bool = False,
+    routed: bool = True,
 ) -> Work:
-    """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran."""
+    """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran. routed: routers ran too."""
     per_head = head(tokens, config)
     width = config.hidden_size
     rest = config.num_layers * feed_forward(tokens, config) + 2 * width * labels
@@ -63,6 +70,6 @@ def work(
     return Work(
         attention=per_head * heads.double().sum(1),
         attention_dense=per_head * float(config.num_heads * config.num_layers),
-        router=torch.full_like(per_head, float(config.num_layers * router(config, budget))),
+        router=torch.full_like(per_head, float(config.num_layers * router(config, budget)) if routed else 0.0),
         rest=rest,
     )

@@ -248,8 +248,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         keep = keep_of(input_ids, attention_mask)
         budget_config = self.config.budget_config
         explore = Schedule(budget=budget_config).at(self.progress) if self.training else None
-        if self.training and gates is None and budget_config.target == 1.0 and budget_config.loss == "lagrange":
-            # A budget of 1 is the dense model: exploration must not switch a head off, nor a router learn.
+        if gates is None and budget is None and not budget_config.routes:
             shape = (len(input_ids), self.config.num_layers, self.config.num_heads)
             gates = torch.ones(shape, device=input_ids.device)
         out = self.budgetformer.encode(

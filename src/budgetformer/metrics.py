@@ -115,6 +115,7 @@ def costs(answers: Predictions, config: Any) -> dict[str, float]:
         config.budget_config,
         labels=config.num_labels,
         dense_head=config.head_hidden is not None,
+        routed=config.budget_config.routes,
     )
     share = answers.gates.mean((1, 2))
     return {

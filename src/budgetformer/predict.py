@@ -13,7 +13,7 @@ from budgetformer.tokens import Tokens, longest_input, tokenise
 if TYPE_CHECKING:
     from budgetformer.data import Rows
     from budgetformer.hf import BudgetFormerForSequenceClassification
-    from budgetformer.picture import Inspection
+    from budgetformer.report.picture import Inspection
 
 MULTI_LABEL = "multi_label_classification"
 
@@ -163,7 +163,7 @@ class Predictor:
         import torch
 
         from budgetformer import flops
-        from budgetformer.picture import Inspection
+        from budgetformer.report.picture import Inspection
 
         (tokens,) = self._tokenise([text], None if pair is None else [pair])
         if isinstance(tokens, str):
@@ -178,6 +178,7 @@ class Predictor:
             config.budget_config,
             labels=len(self.labels),
             dense_head=config.head_hidden is not None,
+            routed=config.budget_config.routes,
         )
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",

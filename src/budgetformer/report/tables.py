@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from budgetformer.wording import markdown, percent, plain
+from budgetformer.report.wording import markdown, percent, plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -173,7 +173,7 @@ def write_report(metrics: Metrics, folder: Path) -> Path:
 
 def draw_figures(metrics: Metrics, folder: Path) -> list[str]:
     """Draw every figure that `metrics` has the numbers for, as PNG and SVG; return their names in order."""
-    from budgetformer import figures
+    from budgetformer.report import figures
 
     budgeted = metrics.get("budgeted") or {}
     measured = [key for key in ("dense", "dense_longer") if _number(metrics.get(key) or {}, "accuracy") is not None]

@@ -37,7 +37,7 @@ def train(settings: TrainSettings, sources: Sources) -> int:
     echo("settings: " + ", ".join(chosen))
     _quieten_libraries()
     from budgetformer import report
-    from budgetformer.train import train as run
+    from budgetformer.training.job import train as run
 
     metrics = run(settings, echo)
     _show(metrics if settings.json else report.table(metrics))
@@ -74,7 +74,7 @@ def evaluate(settings: EvaluateSettings, sources: Sources) -> int:
 
 def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | None = None) -> int:
     """Classify the rows of a source, or texts from the command line."""
-    from budgetformer.writers import format_of, open_writer
+    from budgetformer.cli.writers import format_of, open_writer
 
     if bool(texts) == (settings.input is not None):
         state = "both are given" if texts else "neither is given"
@@ -110,7 +110,7 @@ def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | 
 
 def inspect(settings: InspectSettings, sources: Sources) -> int:
     """Show what one text activates."""
-    from budgetformer import picture
+    from budgetformer.report import picture
 
     if settings.png is not None:
         check_output_file(settings.png, overwrite=settings.overwrite)

@@ -12,13 +12,13 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
-from budgetformer import checkpoints
 from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification, BudgetSchedule
 from budgetformer.metrics import scores
-from budgetformer.stopping import Progress, StopCleanly
 from budgetformer.text import Encoded, collator
-from budgetformer.trainer import BudgetTrainer
+from budgetformer.training import checkpoints
+from budgetformer.training.stopping import Progress, StopCleanly
+from budgetformer.training.trainer import BudgetTrainer
 
 METRICS = ("accuracy", "macro_f1", "loss")
 TOLERANCE = 0.02  # how far the mean head share of an epoch may lie above the target and still be within the budget

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from budgetformer.data.readers import MAX_ROW_BYTES, Reader, Record
 from budgetformer.errors import DataError
-from budgetformer.readers import MAX_ROW_BYTES, Reader, Record
 
 _LOOK_AHEAD = 1024
 _BLANK = b" \t\r\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from budgetformer.errors import UsageError
-from budgetformer.rules import Checked, Rule, check, flag_of, hint, nearest
+from budgetformer.settings.rules import Checked, Rule, check, flag_of, hint, nearest
 
 if TYPE_CHECKING:
     from dataclasses import Field

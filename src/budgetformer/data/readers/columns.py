@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Sequence
 
+from budgetformer.data.readers import Reader
 from budgetformer.errors import DataError, UsageError
-from budgetformer.readers import Reader
 
 DEFAULT_COLUMNS = {
     "text": ("text", "sentence", "content"),

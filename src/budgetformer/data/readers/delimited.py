@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 
+from budgetformer.data.readers import MAX_ROW_BYTES, Reader, Record
 from budgetformer.errors import DataError, UsageError
-from budgetformer.readers import MAX_ROW_BYTES, Reader, Record
 
 _SEPARATORS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
 _PIECE_ROWS = 4096

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from budgetformer.wording import percent, plain
+from budgetformer.report.wording import percent, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,7 +146,7 @@ def _bar(share: float, width: int, ascii_only: bool) -> "Text":
 
 def png(inspection: Inspection, path: str | Path) -> None:
     """Write the picture to `path` as a PNG, whatever its suffix. Raises OSError when it cannot be written."""
-    from budgetformer.figures import house_style
+    from budgetformer.report.figures import house_style
 
     with house_style():
         figure(inspection).savefig(path, format="png")
@@ -159,7 +159,7 @@ def figure(inspection: Inspection) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    from budgetformer.figures import QUIET
+    from budgetformer.report.figures import QUIET
 
     layers, heads = len(inspection.gates), len(inspection.gates[0])
     lines = _wrapped(inspection.text, 8.6)
@@ -235,7 +235,7 @@ def _draw_squares(ax: Any, gates: list[list[int]], left: float, top: float, squa
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import FancyBboxPatch
 
-    from budgetformer.figures import BLUE
+    from budgetformer.report.figures import BLUE
 
     side, patches, faces = 0.74 * square, [], []
     for layer, row in enumerate(gates):
@@ -250,7 +250,7 @@ def _draw_squares(ax: Any, gates: list[list[int]], left: float, top: float, squa
 def _draw_bar(ax: Any, left: float, middle: float, width: float, height: float, share: float) -> None:
     from matplotlib.patches import Rectangle
 
-    from budgetformer.figures import BLUE, EMPTY
+    from budgetformer.report.figures import BLUE, EMPTY
 
     ax.add_patch(Rectangle((left, middle - height / 2), width, height, color=EMPTY, linewidth=0))
     filled = width * min(1.0, max(0.0, share))

@@ -33,26 +33,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from budgetformer.data.readers import Record
+from budgetformer.data.readers.cells import as_label, as_text
+from budgetformer.data.readers.columns import pick_columns
+from budgetformer.data.readers.sources import fixed_splits, has_fixed_splits, open_readers
 from budgetformer.errors import BudgetFormerError, DataError
-from budgetformer.labels import check_labels, label_names, match_labels
 from budgetformer.outputs import write_aside
-from budgetformer.readers import Record
-from budgetformer.readers.cells import as_label, as_text
-from budgetformer.readers.columns import pick_columns
-from budgetformer.readers.sources import fixed_splits, has_fixed_splits, open_readers
-
-__all__ = [
-    "BadRow",
-    "Rows",
-    "check_labels",
-    "iter_rows",
-    "label_names",
-    "load_split",
-    "match_labels",
-    "read_rows",
-    "split_names",
-    "write_ledger",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

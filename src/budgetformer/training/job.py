@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
-from budgetformer import metrics, sources
+from budgetformer import metrics
 from budgetformer.config import BudgetConfig
 from budgetformer.data import write_ledger
 from budgetformer.environment import environment
 from budgetformer.errors import BudgetFormerError, UsageError
-from budgetformer.fit import FitOptions, fit
 from budgetformer.folder import check_model_folder
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.outputs import clear_output_folder, write_aside
 from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
-from budgetformer.trainer import without_bar
+from budgetformer.training import sources
+from budgetformer.training.fit import FitOptions, fit
+from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
@@ -47,13 +48,18 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
     model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
     tokenizer.model_max_length = settings.max_length  # use cuts texts where training did
-    train_rows, test_rows = (sources.encode_rows(r, tokenizer, splits.labels, settings) for r in (splits.train, splits.test))
+    train_rows, test_rows = (
+        sources.encode_rows(r, tokenizer, splits.labels, settings) for r in (splits.train, splits.test)
+    )
     validation = None
     if splits.validation is not None:
         validation = sources.encode_rows(splits.validation, tokenizer, splits.labels, settings)
     for encoded, name in ((train_rows, "training"), (test_rows, "test")):
         if encoded.truncated:
-            echo(f"{encoded.truncated} of {len(encoded)} {name} texts are longer than {settings.max_length} tokens and are cut")
+            echo(
+                f"{encoded.truncated} of {len(encoded)} {name} texts are longer than {settings.max_length} tokens "
+                "and are cut"
+            )
     model.config.class_weights = sources.class_weights(settings, train_rows, splits.labels)
     model.config.label_smoothing = settings.label_smoothing
 
@@ -62,6 +68,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         clear_output_folder(folder, overwrite=settings.overwrite, resume=settings.resume is not None)
         save(settings, folder / "settings.yaml")
         write_ledger(splits.bad, folder / "bad_rows.jsonl")
+        tokenizer.save_pretrained(folder)  # before any training: a resumed run must read the same token ids
     wait_for_all()
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 

@@ -17,9 +17,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from budgetformer import verbs
+from budgetformer.cli import verbs
 from budgetformer.errors import BudgetFormerError
-from budgetformer.rules import Checked, flag_of
 from budgetformer.settings import (
     ConvertSettings,
     EvaluateSettings,
@@ -28,6 +27,7 @@ from budgetformer.settings import (
     TrainSettings,
     resolve,
 )
+from budgetformer.settings.rules import Checked, flag_of
 
 EPILOG = (
     "Exit codes: 0 done; 1 failed at run time; 2 wrong usage; 3 data that cannot be used; 4 a model folder that cannot "

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from budgetformer.config import ESTIMATORS, POOLINGS, PRESETS
 from budgetformer.errors import UsageError
-from budgetformer.resolving import resolve, save
-from budgetformer.rules import (
+from budgetformer.settings.rules import (
     Checked,
     hint,
     nearest,
@@ -25,18 +24,6 @@ from budgetformer.rules import (
     whole,
     yes_or_no,
 )
-
-__all__ = [
-    "ConvertSettings",
-    "EvaluateSettings",
-    "InspectSettings",
-    "PredictSettings",
-    "TrainSettings",
-    "demo_encoder",
-    "locate_model",
-    "resolve",
-    "save",
-]
 
 METRICS = ("accuracy", "macro_f1", "loss")
 DATA = "demo, hf:NAME[:CONFIG] or a file (csv, tsv, jsonl, parquet)"

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from budgetformer.data.readers import Reader, Record
 from budgetformer.errors import BudgetFormerError, DataError, UsageError
-from budgetformer.readers import Reader, Record
 
 _BATCH_ROWS = 4096
 

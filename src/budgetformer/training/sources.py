@@ -8,8 +8,8 @@ from typing import Any
 
 from budgetformer.config import BudgetConfig, EncoderConfig
 from budgetformer.data import BadRow, Rows, load_split, read_rows, split_names
+from budgetformer.data.labels import check_labels, label_names, match_labels
 from budgetformer.errors import DataError
-from budgetformer.labels import check_labels, label_names, match_labels
 from budgetformer.settings import TrainSettings, locate_model
 from budgetformer.text import Encoded, encode
 
@@ -111,12 +111,14 @@ def load_encoder(settings: TrainSettings, splits: Splits, *, budget: BudgetConfi
     return model, tokenizer
 
 
-def _from_scratch(preset: str, settings: TrainSettings, splits: Splits, budget: BudgetConfig, problem: str):
+def _from_scratch(preset: str, settings: TrainSettings, splits: Splits, budget: BudgetConfig, problem: Any):
     import torch
 
     from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
 
-    tokenizer = train_tokenizer([text for text in splits.train.texts if text], splits.train.pairs)
+    tokenizer = _kept_tokenizer(settings)
+    if tokenizer is None:
+        tokenizer = train_tokenizer([text for text in splits.train.texts if text], splits.train.pairs)
     sizes = EncoderConfig.preset(preset, vocab_size=len(tokenizer), max_positions=settings.max_length)
     torch.manual_seed(settings.seed)
     config = BudgetFormerConfig(
@@ -130,22 +132,43 @@ def _from_scratch(preset: str, settings: TrainSettings, splits: Splits, budget: 
     return BudgetFormerForSequenceClassification(config), tokenizer
 
 
+def _kept_tokenizer(settings: TrainSettings) -> Any:
+    """The tokenizer of the given twin, or of the run that is resumed: learned anew, it could number words otherwise."""
+    home = settings.dense or (settings.output_dir if settings.resume is not None else None)
+    if home is None or not (Path(home) / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(home, local_files_only=True, trust_remote_code=False)
+
+
 def train_tokenizer(texts: list[str], pairs: list[str | None] | None = None, *, vocab_size: int = 30522) -> Any:
-    """A WordPiece tokenizer learned from the training texts, as BERT's is built (lower case, [CLS] a [SEP] b [SEP])."""
-    from tokenizers import BertWordPieceTokenizer
+    """A byte-level BPE tokenizer learned from the training texts: lower case, [CLS] a [SEP] b [SEP], no unknown words.
+
+    Not WordPiece: its trainer numbers the letters within words in the order of a hash table, so two runs on the same
+    texts would disagree.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    learned = BertWordPieceTokenizer(lowercase=True)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     corpus = texts if pairs is None else [*texts, *[pair for pair in pairs if pair]]
-    learned.train_from_iterator(corpus, vocab_size=vocab_size, min_frequency=2, show_progress=False)
-    backend = learned._tokenizer
-    cls, sep = backend.token_to_id("[CLS]"), backend.token_to_id("[SEP]")
-    from tokenizers.processors import TemplateProcessing
-
-    backend.post_processor = TemplateProcessing(
+    backend.train_from_iterator(corpus, trainer=trainer)
+    backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+        special_tokens=[("[CLS]", special.index("[CLS]")), ("[SEP]", special.index("[SEP]"))],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -13,8 +13,8 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.utils import logging
 
-from budgetformer import checkpoints
 from budgetformer.errors import BudgetFormerError
+from budgetformer.training import checkpoints
 
 
 class LengthGrouped(Sampler[int]):
