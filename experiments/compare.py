@@ -88,7 +88,6 @@ def main():
     parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
-    parser.add_argument("--prior", type=float, default=0.0, help="scale of the importance the routers start from")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
     args = parser.parse_args()
@@ -162,14 +161,14 @@ def main():
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
         run("control", control, told)
-    ranked = head_importance(dense, train, seed=args.seed) if static_at or args.prior else torch.zeros(0)
+    ranked = head_importance(dense, train, seed=args.seed)
     for target in map(float, args.targets.split(",")):
         changes = json.loads(args.budget)
         budgeted = variant(
             dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
         )
-        if args.prior:
-            start_from(budgeted, ranked, args.prior)
+        if budgeted.config.budget_config.prior > 0:
+            start_from(budgeted, ranked, budgeted.config.budget_config.prior)
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
         if target in static_at:

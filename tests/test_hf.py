@@ -226,6 +226,7 @@ def test_the_training_loss_by_its_parts():
     budget = BudgetConfig(target=0.4, stiffness=3.0, multiplier_rate=0.5)
     model = classifier(budget, distillation=0.25, distillation_temperature=3.0).train()
     model.multiplier.fill_(2.0)
+    model.overspent.fill_(0.5)
     ids, keep = ids_and_keep(LENGTHS, 11)
     labels, teacher = torch.tensor([0, 4, 2, 2]), torch.randn(4, 5)
     out = model(ids, keep, labels=labels, teacher_logits=teacher)
@@ -237,12 +238,13 @@ def test_the_training_loss_by_its_parts():
     lengths = keep.sum(1).double()
     weights = 8 * lengths * 35 * 5 + 4 * lengths**2 * 5
     gap = float((out.head_share.double() * weights).sum() / weights.sum()) - 0.4
-    assert float(out.loss_parts["budget"]) == pytest.approx(2 * gap + 3 * gap**2, rel=1e-4)
+    assert float(out.loss_parts["budget"]) == pytest.approx((2 + 3 * 0.5) * gap, rel=1e-4)
     torch.testing.assert_close(out.loss.detach(), sum(out.loss_parts.values()))
     # Dual ascent, after the loss: the multiplier has moved by rate * gap, and the profile towards the shares.
     assert float(model.multiplier) == pytest.approx(2 + 0.5 * gap, rel=1e-4)
+    assert float(model.overspent) == pytest.approx(0.5 + 0.1 * (gap - 0.5), rel=1e-4)
     shares = out.gates.mean((0, 2))
-    torch.testing.assert_close(model.budgetformer.encoder.profile, 1 + 0.02 * (shares - 1))
+    torch.testing.assert_close(model.budgetformer.encoder.profile, 1 + 0.05 * (shares - 1))
 
 
 def test_evaluation_does_not_move_the_multiplier():

@@ -31,6 +31,7 @@ class BudgetConfig:
     min_units: int = 1
     router_hidden: int = 64
     view: str = "mean"
+    prior: float = 1.0  # scale of the dense twin's head importance in the scores that a router starts from
     # exploration -> exploitation, as shares of training progress
     anneal_until: float = 0.5  # the budget has come down from 1 to the target
     explore_until: float = 0.6  # noise on the scores is gone, rounding is deterministic
@@ -40,7 +41,7 @@ class BudgetConfig:
     # the budget's loss
     loss: str = "lagrange"
     multiplier_rate: float = 0.2  # step of the dual ascent, per training step
-    stiffness: float = 20.0  # weight of the squared excess (augmented Lagrangian)
+    stiffness: float = 20.0  # weight of recent overspending beside the multiplier (proportional to its integral)
     share_min: float = 0.1  # the paper's hinge interval
     share_max: float = 0.9
     entropy_weight: float = 0.01  # the paper's entropy term
@@ -59,7 +60,7 @@ class BudgetConfig:
         need("tau_end", 0.0 < self.tau_end <= self.tau_start, "must be above 0 and at most tau_start")
         for name in ("anneal_until", "explore_until"):
             need(name, 0.0 <= getattr(self, name) <= 1.0, "is a share of training, so it must lie in [0, 1]")
-        for name in ("noise", "multiplier_rate", "stiffness", "entropy_weight", "spread"):
+        for name in ("noise", "multiplier_rate", "stiffness", "entropy_weight", "spread", "prior"):
             need(name, getattr(self, name) >= 0.0, "must be 0 or more")
         need("share_min", 0.0 <= self.share_min <= self.share_max <= 1.0, "need 0 <= share_min <= share_max <= 1")
 

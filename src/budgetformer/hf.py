@@ -138,6 +138,7 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.profile)
         elif isinstance(module, BudgetFormerForSequenceClassification):
             nn.init.zeros_(module.multiplier)
+            nn.init.zeros_(module.overspent)
         else:
             super()._init_weights(module)
 
@@ -208,6 +209,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
     """Encoder, pooling, classifier, and the losses that teach it to hold a budget."""
 
     multiplier: Tensor
+    overspent: Tensor
 
     def __init__(self, config: BudgetFormerConfig):
         super().__init__(config)
@@ -222,6 +224,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         )
         # Saved with the weights, so that a resumed run goes on where it stopped.
         self.register_buffer("multiplier", torch.zeros(()))
+        self.register_buffer("overspent", torch.zeros(()))
         # Training progress in [0, 1], set by BudgetSchedule; 1 is exploitation.
         self.progress = 1.0
         self.post_init()
@@ -299,7 +302,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
         each, cost = losses.mean_cost(out.routings, flops.head(keep.sum(1), config.encoder_config))
-        budget = losses.lagrange(cost, explore.target, self.multiplier.clone(), budget_config.stiffness)
+        price = self.multiplier + budget_config.stiffness * self.overspent
+        budget = losses.lagrange(cost, explore.target, price)
         if budget_config.spread > 0 and teacher is not None:
             unsure = losses.difficulty(teacher.float(), labels, problem)
             budget = budget - budget_config.spread * (unsure * (each - each.mean())).mean()
@@ -308,14 +312,15 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     @torch.no_grad()
     def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:
-        """Dual ascent on the multiplier, and the running mean of each layer's share."""
+        """Dual ascent on the multiplier, the recent overspending beside it, and the running mean of layers' shares."""
         shares = torch.stack([routing.chosen.float().mean() for routing in out.routings])
         seen = torch.cat([cost.float()[None], shares])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(seen)
             seen /= torch.distributed.get_world_size()
         self.multiplier += self.config.budget_config.multiplier_rate * (seen[0] - target)
-        self.budgetformer.encoder.profile.lerp_(seen[1:], 0.02)
+        self.overspent.lerp_(seen[0] - target, 0.1)
+        self.budgetformer.encoder.profile.lerp_(seen[1:], 0.05)
 
     def _problem(self, labels: Tensor) -> str:
         problem = self.config.problem_type

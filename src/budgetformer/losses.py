@@ -78,10 +78,13 @@ def mean_cost(routings: tuple[Routing, ...], weights: Tensor) -> tuple[Tensor, T
     return each, (each * weights).sum() / weights.sum()
 
 
-def lagrange(cost: Tensor, target: float, multiplier: Tensor, stiffness: float) -> Tensor:
-    """Augmented Lagrangian of `cost = target`; `multiplier` is moved by dual ascent, outside the gradient."""
-    gap = cost - target
-    return multiplier * gap + stiffness * gap * gap
+def lagrange(cost: Tensor, target: float, price: Tensor) -> Tensor:
+    """The Lagrangian term of `cost = target`. `price`, of a share of heads, is moved outside the gradient.
+
+    No squared term of the batch's own cost: its expectation holds the variance over inputs, so it would teach the
+    router to give every input the same.
+    """
+    return price.detach() * (cost - target)
 
 
 def paper_hinge(routings: tuple[Routing, ...], budget: BudgetConfig) -> Tensor:

@@ -23,6 +23,7 @@ from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, fit
+from budgetformer.training.importance import head_importance, start_from
 from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -78,6 +79,8 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         with torch.no_grad():
             told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
     budgeted = budgeted_from(dense, budget, settings)
+    if budget.prior > 0:
+        start_from(budgeted, head_importance(dense, train_rows, seed=settings.seed), budget.prior)
     options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs)
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if is_main():
