@@ -116,6 +116,8 @@ def main():
     result = {"data": Path(args.data).stem, "settings": vars(args), "rows": [len(train), len(test)], "models": {}}
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_file():  # go on where an earlier run stopped
+        result["models"] = json.loads(output.read_text())["models"]
 
     def options(epochs):
         return FitOptions(
@@ -129,6 +131,8 @@ def main():
         )
 
     def run(name, model, data, epochs=args.epochs):
+        if name in result["models"]:
+            return model
         torch.manual_seed(args.seed)
         start = time.time()
         fit(model, data, None, options(epochs))

@@ -399,6 +399,14 @@ def test_signals_have_their_exit_codes_and_leave_nothing_behind(tmp_path, folder
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_one_of_several_processes_speaks(run, monkeypatch, tmp_path, rank, speaks):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("budgetformer.training.job.train", lambda settings, echo: {"budgeted": {"accuracy": 0.5}})
+    code, out, err = run("train", "--data", "demo", "--output-dir", tmp_path / "run")
+    assert (code, bool(out), bool(err)) == (0, speaks, speaks)
+
+
 @pytest.mark.parametrize(("said", "code"), [("SIGTERM", 143), ("SIGINT", 130), (None, 130)])
 def test_training_that_was_stopped(run, monkeypatch, tmp_path, said, code):
     def stop(settings, echo):

@@ -254,12 +254,15 @@ def test_write_aside_follows_a_link_and_leaves_devices_alone(tmp_path):
     assert not os.path.isfile("/dev/null")
 
 
+OF_A_RUN = "data: demo\ntarget_budget: 0.4\n"
+
+
 def test_output_folders(tmp_path):
     folder = tmp_path / "run"
     check_output_folder(folder)
     folder.mkdir()
     check_output_folder(folder)
-    (folder / "settings.yaml").write_text("")
+    (folder / "settings.yaml").write_text(OF_A_RUN)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "x").write_text("")
     with pytest.raises(UsageError, match="--overwrite"):
@@ -278,6 +281,11 @@ def test_overwrite_spares_what_no_run_wrote(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(UsageError, match="leaves it alone"):
         clear_output_folder(tmp_path, overwrite=True)
+    # Names that other projects use as well.
+    (tmp_path / "settings.yaml").write_text("debug: true\n")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match="leaves it alone"):
+        clear_output_folder(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.txt").exists()
     with pytest.raises(UsageError, match="is a file"):
         check_output_folder(tmp_path / "thesis.txt", overwrite=True)
@@ -288,7 +296,7 @@ def test_overwrite_removes_a_link_and_not_what_it_points_at(tmp_path):
     other.mkdir()
     (other / "kept").write_text("")
     run.mkdir()
-    (run / "settings.yaml").write_text("")
+    (run / "settings.yaml").write_text(OF_A_RUN)
     (run / "link").symlink_to(other)
     clear_output_folder(run, overwrite=True)
     assert (other / "kept").exists()

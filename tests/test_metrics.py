@@ -1,6 +1,7 @@
 """Scores, heads and counted FLOPs of labelled texts, in the order of the texts."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,3 +104,17 @@ def test_a_named_budget_is_spent():
     assert found["head_share"] == pytest.approx(11 / 21)  # half of 21 heads, halves up
     assert found["head_share_std"] == pytest.approx(0.0, abs=1e-6)
     assert "heads_by_class" not in found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's peak is read on Linux")
+def test_memory_that_earlier_work_left_behind_hides_nothing():
+    def work():
+        with metrics.peak_memory(torch.device("cpu")) as peak:
+            held = [
+                torch.ones(2**18) for _ in range(64)
+            ]  # 64 MB in pieces that the allocator keeps when they are freed
+            held.clear()
+        return peak.megabytes
+
+    found = [work() for _ in range(4)]
+    assert min(found[1:]) > 32, found

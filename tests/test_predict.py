@@ -180,6 +180,8 @@ def test_inspect(predictor):
     assert cheap.flops_share < dear.flops_share
     # All heads and the routers on top.
     assert 1 <= dear.flops_share < 1.2
+    # What a named budget gave each layer, not what its controller would have liked.
+    assert cheap.wanted == pytest.approx([sum(row) / 5 for row in cheap.gates])
     with pytest.raises(UsageError, match="Unicode"):
         predictor.inspect("\ud800")
 

@@ -126,6 +126,13 @@ def test_figures_without_numbers_are_left_out(tmp_path):
     assert report.write_report({}, tmp_path / "figures").exists(), "nothing measured is still a report"
 
 
+def test_no_accuracy_above_all_is_drawn():
+    dial = [{"head_share": share, "accuracy": 0.97} for share in (0.25, 1.0)]
+    drawn = figures.accuracy_by_budget({"dial": dial}, {"dense twin": {"accuracy": 1.0}}, 0.03)
+    (band,) = [patch for patch in drawn.axes[0].patches if patch.get_label().startswith("its 95 %")]
+    assert band.get_extents().transformed(drawn.axes[0].transData.inverted()).y1 == pytest.approx(1.0)
+
+
 def test_same_metrics_same_bytes(tmp_path):
     given = metrics()
     for folder in ("a", "b"):

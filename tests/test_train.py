@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 
 from budgetformer.cli import main
+from budgetformer.errors import BudgetFormerError
+from budgetformer.hf import BudgetFormerForSequenceClassification
+from budgetformer.settings import TrainSettings
+from budgetformer.training.job import save_model
+from budgetformer.training.sources import load_splits
 
 TOPICS = {
     "fruit": ["apple", "pear", "plum", "cherry", "melon"],
@@ -102,6 +107,45 @@ def test_a_given_twin_is_taken_and_a_wrong_one_refused(run, files, tmp_path, cap
     capsys.readouterr()
     assert train(files, tmp_path / "third", "--dense", str(run / "dense"), data="several") == 2
     assert "labels" in capsys.readouterr().err
+
+
+def test_a_given_twin_brings_no_losses_of_its_own(run, files, tmp_path, capsys):
+    more = ["--dense", str(run / "dense"), "--epochs", "1"]
+    assert train(files, tmp_path / "run", *more, "--class-weights", "balanced", "--label-smoothing", "0.2") == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (len(config["class_weights"]), config["label_smoothing"]) == (3, 0.2)
+    capsys.readouterr()
+    assert train(files, tmp_path / "other", *more, "--multi-label") == 2
+    assert "one label a text" in capsys.readouterr().err
+
+
+def test_overwrite_does_not_remove_what_the_run_reads(run, files, capsys):
+    assert train(files, run, "--dense", str(run / "dense"), "--overwrite") == 2
+    assert "move it" in capsys.readouterr().err
+    assert (run / "dense" / "model.safetensors").is_file()
+
+
+def test_rows_held_out_leave_every_label_one_to_learn(files, tmp_path):
+    path = tmp_path / "rare.csv"
+    path.write_text(Path(files["train"]).read_text() + "".join(f"a thing,rare{i}\n" for i in range(20)))
+    for seed in range(3):
+        settings = TrainSettings(train_file=str(path), output_dir=str(tmp_path / "run"), seed=seed, patience=1)
+        splits = load_splits(settings, lambda line: None)
+        assert len(splits.labels) == 23
+        assert set(splits.train.labels or []) == set(splits.labels)
+        assert splits.validation is not None
+        assert 255 < len(splits.train) + len(splits.test) + len(splits.validation) <= 260
+
+
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing_half_written(run, tmp_path):
+    class Full:
+        def save_pretrained(self, folder):
+            raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - what tokenizers raises
+
+    model = BudgetFormerForSequenceClassification.from_pretrained(run)
+    with pytest.raises(BudgetFormerError, match=r"cannot be written \(No space left"):
+        save_model(model, Full(), tmp_path / "model")
+    assert not any((tmp_path / "model").iterdir())
 
 
 def test_several_labels_and_balanced_weights(files, tmp_path):

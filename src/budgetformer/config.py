@@ -33,15 +33,15 @@ class BudgetConfig:
     view: str = "mean"
     prior: float = 1.0  # scale of the dense twin's head importance in the scores that a router starts from
     # exploration -> exploitation, as shares of training progress
-    anneal_until: float = 0.3  # the budget has come down from 1 to the target
-    explore_until: float = 0.4  # noise on the scores is gone, rounding is deterministic
+    anneal_until: float = 0.5  # the budget has come down from 1 to the target
+    explore_until: float = 0.6  # noise on the scores is gone, rounding is deterministic
     noise: float = 1.0  # scale of the Gumbel noise at the start
     tau_start: float = 1.0
     tau_end: float = 0.1
     # the budget's loss
     loss: str = "lagrange"
     multiplier_rate: float = 0.2  # step of the dual ascent, per training step
-    stiffness: float = 20.0  # weight of recent overspending beside the multiplier (proportional to its integral)
+    stiffness: float = 40.0  # weight of the last step's overspending beside the multiplier
     share_min: float = 0.1  # the paper's hinge interval
     share_max: float = 0.9
     entropy_weight: float = 0.01  # the paper's entropy term

@@ -302,6 +302,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
         each, cost = losses.mean_cost(out.routings, flops.head(keep.sum(1), config.encoder_config))
+        # The last step's overspending, not this one's: multiplied by its own gradient it would also punish the variance
+        # over inputs. Not a mean of many steps: that lags, and layers swing to all or nothing.
         price = self.multiplier + budget_config.stiffness * self.overspent
         budget = losses.lagrange(cost, explore.target, price)
         if budget_config.spread > 0 and teacher is not None:
@@ -312,14 +314,14 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     @torch.no_grad()
     def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:
-        """Dual ascent on the multiplier, the recent overspending beside it, and the running mean of layers' shares."""
+        """Dual ascent on the multiplier, this step's overspending for the next, and the running mean of layers' shares."""
         shares = torch.stack([routing.chosen.float().mean() for routing in out.routings])
         seen = torch.cat([cost.float()[None], shares])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(seen)
             seen /= torch.distributed.get_world_size()
         self.multiplier += self.config.budget_config.multiplier_rate * (seen[0] - target)
-        self.overspent.lerp_(seen[0] - target, 0.1)
+        self.overspent.copy_(seen[0] - target)
         self.budgetformer.encoder.profile.lerp_(seen[1:], 0.05)
 
     def _problem(self, labels: Tensor) -> str:

@@ -1,8 +1,10 @@
 """What a model is worth and what it costs on labelled texts: scores, heads that ran, counted FLOPs, time, memory."""
 
+import ctypes
+import gc
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +189,7 @@ def peak_memory(device: torch.device):
         yield peak
         peak.megabytes = (torch.cuda.max_memory_allocated(device) - held) / 2**20
         return
+    _give_back()
     held = _status("VmRSS")
     reset = held is not None and _reset_peak()
     yield peak
@@ -202,6 +205,13 @@ def _status(name: str) -> int | None:
             return next((int(line.split()[1]) for line in file if line.startswith(f"{name}:")), None)
     except OSError:
         return None
+
+
+def _give_back() -> None:
+    """Return what the allocator keeps of earlier work: reused, it would hide how much the work to come needs."""
+    gc.collect()
+    with suppress(OSError, AttributeError, TypeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_peak() -> bool:

@@ -97,9 +97,13 @@ def write_aside(path: str | Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """A run or a converted model of ours, finished or not, judged by the files that only we write."""
-    if (folder / "settings.yaml").is_file() or (folder / "checkpoints").is_dir():
-        return True
+    """A run or a converted model of ours, finished or not, judged by what only we write into files."""
+    try:
+        # The first file of a run. Its name alone is no proof: other projects have a settings.yaml too.
+        if "\ntarget_budget: " in (folder / "settings.yaml").read_text("utf-8"):
+            return True
+    except (OSError, ValueError):
+        pass
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):

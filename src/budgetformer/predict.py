@@ -185,7 +185,8 @@ class Predictor:
             tokens=len(tokens),
             labels=self.labels,
             probabilities=probabilities(output.logits.float(), config.problem_type)[0].tolist(),
-            wanted=output.wanted[0].tolist(),
+            # A named budget is not the controllers' wish: then what each layer was given is its budget.
+            wanted=(output.wanted[0] if self.budget is None else output.gates[0].mean(-1)).tolist(),
             gates=output.gates[0].int().tolist(),
             head_share=float(output.head_share[0]),
             flops_share=float(work.total[0] / work.total_dense[0]),

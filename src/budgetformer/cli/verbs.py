@@ -32,7 +32,8 @@ WINDOW = 32
 def train(settings: TrainSettings, sources: Sources) -> int:
     """Train, and end with the table."""
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=settings.resume is not None)
-    echo = _echo(settings.quiet)
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
+    echo = _echo(settings.quiet or not first)
     chosen = [f"{name}={getattr(settings, name)} ({source})" for name, source in sources.items() if source != "default"]
     echo("settings: " + ", ".join(chosen))
     _quieten_libraries()
@@ -40,7 +41,8 @@ def train(settings: TrainSettings, sources: Sources) -> int:
     from budgetformer.training.job import train as run
 
     metrics = run(settings, echo)
-    _show(metrics if settings.json else report.table(metrics))
+    if first:
+        _show(metrics if settings.json else report.table(metrics))
     return 0
 
 

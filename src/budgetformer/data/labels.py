@@ -95,7 +95,7 @@ def _unknown(unknown: dict[str, list[int]], names: Sequence[str], source: str) -
     label, lines = next(iter(unknown.items()))
     rows = "1 row" if len(lines) == 1 else f"{len(lines)} rows"
     near = difflib.get_close_matches(label, names, 1, 0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     others = f" ({len(unknown) - 1} more such labels)" if len(unknown) > 1 else ""
     return (
         f"{source}: line {lines[0]}: label {label!r} is none of the {len(names)} the model was trained with{hint} "

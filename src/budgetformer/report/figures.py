@@ -168,7 +168,7 @@ def accuracy_by_budget(
         accuracy, dashes = twin["accuracy"], ["-", (0, (4, 3))][index % 2]
         ax.axhline(accuracy, color=INK, linewidth=1.4, linestyle=dashes, label=_named(name, twin))
         if index == 0 and half_interval is not None:
-            band = (accuracy - half_interval, accuracy + half_interval)
+            band = (max(0.0, accuracy - half_interval), min(1.0, accuracy + half_interval))
             ax.axhspan(*band, color=EMPTY, label="its 95 % interval on these test texts")
     shares, accuracies = [p["head_share"] for p in dial], [p["accuracy"] for p in dial]
     ax.plot(shares, accuracies, color=BLUE, linewidth=2, marker="o", markersize=5, label="budgeted, told its budget")

@@ -116,7 +116,7 @@ class TrainSettings(Checked):
 
     data: str | None = in_data(optional(some(DATA)), f"data with its own splits: {DATA}")
     train_file: str | None = in_data(FILE, "file to train on, instead of --data")
-    validation_file: str | None = in_data(FILE, "file to pick the best checkpoint by [default: some training rows]")
+    validation_file: str | None = in_data(FILE, "file to pick the best epoch by [default: the last epoch is kept]")
     test_file: str | None = in_data(FILE, "file for the table at the end")
     text_column: str | None = _text_column()
     text_pair_column: str | None = _text_pair_column()

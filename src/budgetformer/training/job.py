@@ -1,10 +1,12 @@
 """The main job: data, dense twin, budgeted model, and an honest table of the two."""
 
+import contextlib
 import json
+import logging
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from budgetformer.training.trainer import without_bar
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
+MULTI_LABEL = "multi_label_classification"
+INPUTS = ("data", "train_file", "validation_file", "test_file", "model", "dense", "class_weights")
 
 
 def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any]:
@@ -44,6 +48,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
+    _keep_inputs(settings)
     splits = sources.load_splits(settings, echo)
     tracker = Carbon(settings.carbon)
     budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
@@ -69,7 +74,8 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         clear_output_folder(folder, overwrite=settings.overwrite, resume=settings.resume is not None)
         save(settings, folder / "settings.yaml")
         write_ledger(splits.bad, folder / "bad_rows.jsonl")
-        tokenizer.save_pretrained(folder)  # before any training: a resumed run must read the same token ids
+        with writing(folder):
+            tokenizer.save_pretrained(folder)  # before any training: a resumed run must read the same token ids
     wait_for_all()
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 
@@ -116,6 +122,15 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     return result
 
 
+def _keep_inputs(settings: TrainSettings) -> None:
+    """Refuse --overwrite of a folder that holds what the run reads."""
+    folder = Path(settings.output_dir).resolve()
+    for name in INPUTS if settings.overwrite else ():
+        given = getattr(settings, name)
+        if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(folder):
+            raise UsageError(f"{name}={given}: lies in {settings.output_dir}, which --overwrite would remove; move it")
+
+
 def budgeted_from(
     dense: BudgetFormerForSequenceClassification, budget: BudgetConfig, settings: TrainSettings
 ) -> BudgetFormerForSequenceClassification:
@@ -143,6 +158,12 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
             raise UsageError(f"dense={given}: its {len(names)} labels are not those of the data; train it on this data")
         if twin.config.encoder_config != model.config.encoder_config:
             raise UsageError(f"dense={given}: its encoder has other sizes than model={settings.model}; name its own")
+        if (twin.config.problem_type == MULTI_LABEL) != settings.multi_label:
+            kind = "one label" if settings.multi_label else "several labels"
+            raise UsageError(f"dense={given}: was trained for {kind} a text; check --multi-label")
+        # The budgeted model takes its losses from here: those of this run, not those the twin was trained with.
+        twin.config.class_weights = model.config.class_weights
+        twin.config.label_smoothing = model.config.label_smoothing
         echo(f"dense twin: {given}")
         if settings.dense is None:
             return twin
@@ -209,15 +230,23 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        with without_bar():
+        with without_bar(), writing(folder):
             model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        for file in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
-            os.replace(file, folder / file.name)
-    except OSError as error:
-        raise BudgetFormerError(f"{folder}: the model cannot be written ({error.strerror}); free some space") from error
+            tokenizer.save_pretrained(aside)
+            for file in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
+                os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """One clear line when a model cannot be written: the libraries raise anything then, a bare Exception too."""
+    try:
+        yield
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise BudgetFormerError(f"{folder}: the model cannot be written ({reason}); free some space") from error
 
 
 def timed(models: dict[str, Any], encoded: Encoded) -> dict[str, dict[str, float]]:
@@ -266,6 +295,7 @@ class Carbon:
                 import codecarbon  # noqa: F401
             except ImportError:
                 raise UsageError("carbon: codecarbon is not installed; pip install 'budgetformer[carbon]'") from None
+            logging.getLogger("codecarbon").setLevel(logging.ERROR)  # it speaks before it looks at its own log_level
 
     def measure(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `work` returns, with co2_grams and the country whose power mix was assumed."""

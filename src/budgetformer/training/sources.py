@@ -66,13 +66,13 @@ def load_splits(settings: TrainSettings, echo: Callable[[str], None]) -> Splits:
     validation = None if validation is None else validation.good()
     test = None if test is None else test.good()
     rng = random.Random(settings.seed)
+    separator = settings.label_separator if settings.multi_label else None
     if test is None:
-        train, test = _hold_out(train, HELD_OUT, rng)
+        train, test = _hold_out(train, HELD_OUT, rng, separator)
         echo(f"no test rows given: {len(test)} training rows are held out for the table at the end")
     if validation is None and settings.patience is not None:
-        train, validation = _hold_out(train, 0.1, rng)
+        train, validation = _hold_out(train, 0.1, rng, separator)
         echo(f"no validation rows given: {len(validation)} training rows are held out to stop early by")
-    separator = settings.label_separator if settings.multi_label else None
     labels = label_names(train.labels or [], label_separator=separator)
     check_labels(labels, multi_label=settings.multi_label)
     if settings.quick:
@@ -210,11 +210,18 @@ def _sample(rows: Rows, count: int, rng: random.Random) -> Rows:
     return rows if len(rows) <= count else _take(rows, sorted(rng.sample(range(len(rows)), count)))
 
 
-def _hold_out(rows: Rows, share: float, rng: random.Random) -> tuple[Rows, Rows]:
-    held = set(rng.sample(range(len(rows)), max(1, round(share * len(rows)))))
-    if len(held) >= len(rows):
-        raise DataError(f"{rows.source}: {len(rows)} usable rows are too few to hold some out; give --test-file")
+def _hold_out(rows: Rows, share: float, rng: random.Random, separator: str | None) -> tuple[Rows, Rows]:
+    """What is left, and a random share; every label keeps a row on the left side, where it is learned."""
     order = range(len(rows))
+    held = set(rng.sample(order, max(1, round(share * len(rows)))))
+    names = [set(label_names([label], label_separator=separator)) for label in rows.labels or []]
+    learned = set[str]().union(*(names[i] for i in order if i not in held))
+    for i in sorted(held):
+        if not names[i] <= learned:
+            held.remove(i)
+            learned |= names[i]
+    if not held or len(held) == len(rows):
+        raise DataError(f"{rows.source}: {len(rows)} usable rows are too few to hold some out; give --test-file")
     return _take(rows, [i for i in order if i not in held]), _take(rows, [i for i in order if i in held])
 
 

@@ -1,0 +1,81 @@
+"""Means over seeds and data sets of what `compare.py` wrote, as a Markdown table and as JSON.
+
+python experiments/summarise.py experiments/results
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    runs = defaultdict(list)
+    for path in sorted(folder.glob("*-[0-9].json")):
+        run = json.loads(path.read_text())
+        runs[run["data"]].append(run)
+    names = list(dict.fromkeys(name for group in runs.values() for run in group for name in run["models"]))
+    order = ["dense", "control"]
+    order += [f"{kind}@{t}" for t in (0.5, 0.25, 0.1) for kind in ("budgeted", "static", "random")]
+    names = [name for name in order if name in names]
+    table, differences, misses = {}, defaultdict(list), []
+    for data, group in runs.items():
+        row = {"seeds": len(group), "train_rows": group[0]["rows"][0], "test_rows": group[0]["rows"][1]}
+        for name in names:
+            found = [run["models"][name] for run in group if name in run["models"]]
+            if not found:
+                continue
+            accuracies = [100 * model["accuracy"] for model in found]
+            row[name] = {
+                "accuracy": round(statistics.mean(accuracies), 2),
+                "deviation": round(statistics.stdev(accuracies), 2) if len(found) > 1 else None,
+                "loss": round(statistics.mean(model["loss"] for model in found), 4),
+                "head_share": round(statistics.mean(model["head_share"] for model in found), 3),
+                "attention_flops_share": round(statistics.mean(m["attention_flops_share"] for m in found), 3),
+                "head_share_std": round(statistics.mean(model["head_share_std"] for model in found), 3),
+                "seeds": len(found),
+            }
+            kind, _, target = name.partition("@")
+            if kind == "budgeted":
+                misses += [(m["attention_flops_share"] - float(target), data, target) for m in found]
+            # Paired: only runs that have both models, so every difference shares its data, seed and teacher.
+            for rival in ("control", f"static@{target}", f"random@{target}") if kind == "budgeted" else ():
+                pairs = [(r["models"][name], r["models"][rival]) for r in group if {name, rival} <= set(r["models"])]
+                if pairs:
+                    differences[f"{name} - {rival.partition('@')[0]}"].append(
+                        statistics.mean(100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs)
+                    )
+        table[data] = row
+    mean = {key: {"points": round(statistics.mean(v), 2), "sets": len(v)} for key, v in differences.items()}
+    worst = max(misses, key=lambda miss: abs(miss[0]))
+    summary = {
+        "by_data": table,
+        "mean_difference_over_sets": mean,
+        "largest_miss_of_the_target": {"share": round(worst[0], 4), "data": worst[1], "target": worst[2]},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("| data (train / test rows, seeds) | " + " | ".join(names) + " |")
+    print("| --- |" + " --- |" * len(names))
+    for data, row in table.items():
+        cells = []
+        for name in names:
+            model = row.get(name)
+            if model is None:
+                cells.append("")
+                continue
+            spread = f" ± {model['deviation']:.1f}" if model["deviation"] is not None else ""
+            share = f" (.{round(1000 * model['attention_flops_share']):03d})" if "@" in name else ""
+            cells.append(f"{model['accuracy']:.1f}{spread}{share}")
+        print(f"| {data} ({row['train_rows']:,} / {row['test_rows']:,}, {row['seeds']}) | " + " | ".join(cells) + " |")
+    print()
+    for key, found in mean.items():
+        print(f"{key}: {found['points']:+.2f} points, mean over {found['sets']} sets")
+    print(f"largest miss of a target: {worst[0]:+.3f} ({worst[1]} at {worst[2]})")
+
+
+if __name__ == "__main__":
+    main()
