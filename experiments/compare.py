@@ -113,7 +113,12 @@ def main():
         return encode(tokenizer, [row["text"] for row in rows], pairs, labels, max_length=args.max_length)
 
     train, test = split("train"), split("test")
-    result = {"data": Path(args.data).stem, "settings": vars(args), "rows": [len(train), len(test)], "models": {}}
+    result = {
+        "data": Path(args.data).stem,
+        "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense")},
+        "rows": [len(train), len(test)],
+        "models": {},
+    }
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.is_file():  # go on where an earlier run stopped

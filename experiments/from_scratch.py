@@ -60,7 +60,12 @@ def main():
         encode(tokenizer, [r["text"] for r in rows[s]], None, [number[r["label"]] for r in rows[s]], max_length=64)
         for s in ("train", "test")
     )
-    result = {"data": Path(args.data).stem, "settings": vars(args), "rows": [len(train), len(test)], "models": {}}
+    result = {
+        "data": Path(args.data).stem,
+        "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output")},
+        "rows": [len(train), len(test)],
+        "models": {},
+    }
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     for name in args.estimators.split(","):

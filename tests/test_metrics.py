@@ -110,9 +110,7 @@ def test_a_named_budget_is_spent():
 def test_memory_that_earlier_work_left_behind_hides_nothing():
     def work():
         with metrics.peak_memory(torch.device("cpu")) as peak:
-            held = [
-                torch.ones(2**18) for _ in range(64)
-            ]  # 64 MB in pieces that the allocator keeps when they are freed
+            held = [torch.ones(2**18) for _ in range(64)]  # 64 MB; the allocator keeps freed pieces of 1 MB
             held.clear()
         return peak.megabytes
 

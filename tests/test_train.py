@@ -140,7 +140,7 @@ def test_rows_held_out_leave_every_label_one_to_learn(files, tmp_path):
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing_half_written(run, tmp_path):
     class Full:
         def save_pretrained(self, folder):
-            raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - what tokenizers raises
+            raise Exception("No space left on device (os error 28)")  # what tokenizers raises
 
     model = BudgetFormerForSequenceClassification.from_pretrained(run)
     with pytest.raises(BudgetFormerError, match=r"cannot be written \(No space left"):
@@ -245,3 +245,27 @@ def test_a_tokenizer_learned_twice_is_the_same():
     )
     runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)}
     assert len(runs) == 1
+
+
+def test_the_readme_speaks_the_truth(run, monkeypatch, capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code = readme.partition("```python\n")[2].partition("```")[0].replace("runs/mine", str(run))
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "'label'" in shown
+    assert "torch.Size([2, 2, 4])" in shown
+
+
+def test_a_folder_of_ours_is_an_encoder_too(run, files, tmp_path):
+    assert train(files, tmp_path / "next", "--model", str(run), "--epochs", "1", "--no-freeze-embeddings") == 0
+    found = json.loads((tmp_path / "next" / "metrics.json").read_text())
+    assert found["dense"]["head_share"] == 1.0
+    assert found["dense"]["accuracy"] > 0.9, "it starts from what the encoder knew"
+
+
+def test_a_model_that_is_nowhere_is_one_line(files, tmp_path, capsys):
+    assert train(files, tmp_path / "run", "--model", "no-such-owner/no-such-model") == 2
+    complaint = capsys.readouterr().err
+    assert "no-such-model" in complaint
+    assert len(complaint.strip().splitlines()) == 1

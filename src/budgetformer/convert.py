@@ -231,6 +231,8 @@ def from_pretrained_encoder(
         check_dense_folder(name_or_path)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     source_config = AutoConfig.from_pretrained(name_or_path, **options)
+    if isinstance(source_config, BudgetFormerConfig):
+        return _from_ours(name_or_path, source_config, labels, budget, pooling, config_changes)
     family, sizes = family_of(source_config), encoder_config(source_config)
     fine_tuned = any(name.endswith("ForSequenceClassification") for name in source_config.architectures or [])
     keep_head = labels is None and fine_tuned
@@ -256,8 +258,7 @@ def from_pretrained_encoder(
             "problem_type": source_config.problem_type,
         }
     elif labels is not None:
-        names = [f"LABEL_{i}" for i in range(labels)] if isinstance(labels, int) else list(labels)
-        settings |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+        settings |= _named(labels)
     config = BudgetFormerConfig(**{**settings, **config_changes})
     if labels is None and not keep_head:
         model = BudgetFormerModel(config)
@@ -267,6 +268,33 @@ def from_pretrained_encoder(
     classifier.budgetformer.encoder.load_state_dict(to_ours(inner, family, sizes), strict=False)
     if keep_head:
         classifier.load_state_dict(_gather(iter(family.head.items()), state), strict=False)
+    return classifier.eval()
+
+
+def _named(labels: list[str] | int) -> dict[str, Any]:
+    names = [f"LABEL_{i}" for i in range(labels)] if isinstance(labels, int) else list(labels)
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def _from_ours(
+    folder: str | Path,
+    config: BudgetFormerConfig,
+    labels: list[str] | int | None,
+    budget: BudgetConfig | None,
+    pooling: str,
+    config_changes: dict[str, Any],
+) -> BudgetFormerModel | BudgetFormerForSequenceClassification:
+    """The encoder of a folder of ours, converted or trained: a new classifier, and routers with all heads on again."""
+    settings = {**asdict(config.encoder_config), "budget": asdict(budget or BudgetConfig()), "pooling": pooling}
+    made = BudgetFormerConfig(**{**settings, **({} if labels is None else _named(labels)), **config_changes})
+    encoder = BudgetFormerModel.from_pretrained(folder, use_safetensors=True).state_dict()
+    kept = {name: tensor for name, tensor in encoder.items() if ".router." not in name and not name.endswith("profile")}
+    if labels is None:
+        model = BudgetFormerModel(made)
+        model.load_state_dict(kept, strict=False)
+        return model.eval()
+    classifier = BudgetFormerForSequenceClassification(made)
+    classifier.budgetformer.load_state_dict(kept, strict=False)
     return classifier.eval()
 
 

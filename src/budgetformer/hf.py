@@ -314,7 +314,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     @torch.no_grad()
     def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:
-        """Dual ascent on the multiplier, this step's overspending for the next, and the running mean of layers' shares."""
+        """Dual ascent on the multiplier, this step's overspending for the next, running means of layers' shares."""
         shares = torch.stack([routing.chosen.float().mean() for routing in out.routings])
         seen = torch.cat([cost.float()[None], shares])
         if torch.distributed.is_available() and torch.distributed.is_initialized():

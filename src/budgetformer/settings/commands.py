@@ -172,7 +172,8 @@ class TrainSettings(Checked):
 
     output_dir: str = _output_dir()
     overwrite: bool = _overwrite()
-    carbon: bool = in_output(yes_or_no(), "estimate the carbon of the run (extra: carbon)", default=False)
+    carbon: bool = in_output(yes_or_no(), "estimate the carbon of both models' use (extra: carbon)", default=False)
+    country: str = in_output(some("a country as three letters"), "country whose power mix is assumed", default="FRA")
     quiet: bool = _quiet()
     json: bool = _json()
 

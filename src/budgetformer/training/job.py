@@ -50,7 +50,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     torch.manual_seed(settings.seed)
     _keep_inputs(settings)
     splits = sources.load_splits(settings, echo)
-    tracker = Carbon(settings.carbon)
+    Carbon(settings.carbon, settings.country)  # refused now, not after training, when its package is missing
     budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
     model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
     tokenizer.model_max_length = settings.max_length  # use cuts texts where training did
@@ -72,7 +72,10 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     folder = Path(settings.output_dir)
     if is_main():
         clear_output_folder(folder, overwrite=settings.overwrite, resume=settings.resume is not None)
-        save(settings, folder / "settings.yaml")
+        if settings.resume is None:
+            save(
+                settings, folder / "settings.yaml"
+            )  # a resumed run may yet be refused: its settings are saved at its end
         write_ledger(splits.bad, folder / "bad_rows.jsonl")
         with writing(folder):
             tokenizer.save_pretrained(folder)  # before any training: a resumed run must read the same token ids
@@ -93,32 +96,44 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         save_model(budgeted, tokenizer, folder)
     wait_for_all()
 
-    echo("measuring both on the test texts")
-    result: dict[str, Any] = {
-        "dense": tracker.measure(lambda: metrics.evaluate(dense, test_rows)),
-        "budgeted": tracker.measure(lambda: metrics.evaluate(budgeted, test_rows)),
-    }
-    result["budgeted"]["dial"] = [
-        {"budget": b, **_brief(metrics.evaluate(budgeted, test_rows, budget=b, details=False))} for b in DIAL
-    ]
-    for name, seconds in timed({"dense": dense, "budgeted": budgeted}, test_rows).items():
-        result[name] |= seconds
-    result["budgeted"] |= {"fit_seconds": fitted.seconds, "fit_steps": fitted.steps, "best_epoch": fitted.best_epoch}
-    result["settings"] = asdict(settings)
-    result["data"] = {
-        "train_rows": len(train_rows),
-        "validation_rows": 0 if validation is None else len(validation),
-        "test_rows": len(test_rows),
-        "left_out": len(splits.bad),
-        "truncated": train_rows.truncated,
-        "labels": splits.labels,
-    }
-    result["environment"] = {**environment(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    missed = result["budgeted"]["attention_flops_share"] - settings.target_budget
-    if abs(missed) > 0.02:
-        echo(f"warning: the budget ended {missed:+.3f} off its target of {settings.target_budget}; train for longer")
-    if is_main():
+    result: dict[str, Any] = {}
+    if is_main():  # alone: processes that measure at once would slow each other
+        echo("measuring both on the test texts")
+        result = measure({"dense": dense, "budgeted": budgeted}, test_rows, Carbon(settings.carbon, settings.country))
+        result["budgeted"] |= {
+            "fit_seconds": fitted.seconds,
+            "fit_steps": fitted.steps,
+            "best_epoch": fitted.best_epoch,
+        }
+        result["settings"] = asdict(settings)
+        result["data"] = {
+            "train_rows": len(train_rows),
+            "validation_rows": 0 if validation is None else len(validation),
+            "test_rows": len(test_rows),
+            "left_out": len(splits.bad),
+            "truncated": train_rows.truncated,
+            "labels": splits.labels,
+        }
+        result["environment"] = {**environment(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        missed = result["budgeted"]["attention_flops_share"] - settings.target_budget
+        if abs(missed) > 0.02:
+            echo(
+                f"warning: the budget ended {missed:+.3f} off its target of {settings.target_budget}; train for longer"
+            )
         _write(result, folder, echo)
+        save(settings, folder / "settings.yaml")
+    wait_for_all()
+    return result
+
+
+def measure(models: dict[str, Any], test: Encoded, carbon: "Carbon") -> dict[str, Any]:
+    """What metrics.json holds of each model, the dial of the budgeted one, and both timed in turn."""
+    result = {name: carbon.measure(lambda m=model: metrics.evaluate(m, test)) for name, model in models.items()}
+    result["budgeted"]["dial"] = [
+        {"budget": b, **_brief(metrics.evaluate(models["budgeted"], test, budget=b, details=False))} for b in DIAL
+    ]
+    for name, seconds in timed(models, test).items():
+        result[name] |= seconds
     return result
 
 
@@ -156,6 +171,10 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
         names = list(twin.config.id2label.values())
         if names != list(model.config.id2label.values()):
             raise UsageError(f"dense={given}: its {len(names)} labels are not those of the data; train it on this data")
+        if twin.config.pooling != settings.pooling:
+            raise UsageError(
+                f"dense={given}: pools by {twin.config.pooling}, not {settings.pooling}; give its --pooling"
+            )
         if twin.config.encoder_config != model.config.encoder_config:
             raise UsageError(f"dense={given}: its encoder has other sizes than model={settings.model}; name its own")
         if (twin.config.problem_type == MULTI_LABEL) != settings.multi_label:
@@ -288,8 +307,9 @@ def _write(result: dict[str, Any], folder: Path, echo: Callable[[str], None]) ->
 class Carbon:
     """Grams of CO2 of a piece of work, by codecarbon's offline tracker; nothing when it was not asked for."""
 
-    def __init__(self, wanted: bool):
+    def __init__(self, wanted: bool, country: str):
         self.wanted = wanted
+        self.country = country
         if wanted:
             try:
                 import codecarbon  # noqa: F401
@@ -303,16 +323,15 @@ class Carbon:
             return work()
         from codecarbon import OfflineEmissionsTracker
 
-        country = os.environ.get("BUDGETFORMER_COUNTRY", "FRA")
         tracker = OfflineEmissionsTracker(
-            country_iso_code=country, save_to_file=False, log_level="error", allow_multiple_runs=True
+            country_iso_code=self.country, save_to_file=False, log_level="error", allow_multiple_runs=True
         )
         tracker.start()
         try:
             found = work()
         finally:
             kilograms = tracker.stop()
-        return {**found, "co2_grams": None if kilograms is None else 1000 * kilograms, "co2_country": country}
+        return {**found, "co2_grams": None if kilograms is None else 1000 * kilograms, "co2_country": self.country}
 
 
 def _silent(line: str) -> None:

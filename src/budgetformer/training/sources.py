@@ -9,7 +9,7 @@ from typing import Any
 from budgetformer.config import BudgetConfig, EncoderConfig
 from budgetformer.data import BadRow, Rows, load_split, read_rows, split_names
 from budgetformer.data.labels import check_labels, label_names, match_labels
-from budgetformer.errors import DataError
+from budgetformer.errors import DataError, UsageError
 from budgetformer.settings import TrainSettings, locate_model
 from budgetformer.text import Encoded, encode
 
@@ -103,11 +103,17 @@ def load_encoder(settings: TrainSettings, splits: Splits, *, budget: BudgetConfi
         return _from_scratch(source.removeprefix("scratch:"), settings, splits, budget, problem)
     from budgetformer.convert import compare_token_ids, from_pretrained_encoder
 
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    compare_token_ids(source, tokenizer)
-    model = from_pretrained_encoder(
-        source, labels=splits.labels, budget=budget, pooling=settings.pooling, problem_type=problem
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        compare_token_ids(source, tokenizer)
+        model = from_pretrained_encoder(
+            source, labels=splits.labels, budget=budget, pooling=settings.pooling, problem_type=problem
+        )
+    except OSError as error:  # what transformers raises for a name it cannot find is long, and speaks of tokens
+        raise UsageError(
+            f"model={settings.model}: cannot be loaded as a folder or from the hub ({type(error).__name__}); check the "
+            "name, or give the folder of a checkpoint with its tokenizer"
+        ) from error
     return model, tokenizer
 
 
@@ -230,8 +236,6 @@ def class_weights(settings: TrainSettings, train: Encoded, labels: list[str]) ->
     import json
 
     import numpy as np
-
-    from budgetformer.errors import UsageError
 
     if settings.class_weights is None:
         return None
