@@ -25,7 +25,7 @@ demo-quick: $(STAMP)  ## the same on few rows, to see that all works
 
 .PHONY: demo-answers
 demo-answers:
-	HF_HUB_OFFLINE=1 $(BIN)/budgetformer predict --model $(RUN) "I lost my card, what now?" "Why was I charged twice for dinner?" "How do I change my PIN?"
+	HF_HUB_OFFLINE=1 $(BIN)/budgetformer predict --model $(RUN) --top 3 "I lost my card, what now?" "Why was I charged twice for dinner?" "How do I change my PIN?"
 
 test: $(STAMP)  ## the tests, minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest

@@ -212,3 +212,11 @@ def test_folders_that_cannot_be_loaded(tmp_path, how):
         load_model(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_top_gives_the_most_probable_classes_first(predictor):
+    whole = predictor.predict(rows(["where is my lost card"]))[0]
+    short = replace(predictor, top=2).predict(rows(["where is my lost card"]))[0]
+    best = sorted(whole.scores.items(), key=lambda item: -item[1])[:2]
+    assert list(short.scores.items()) == best
+    assert (short.label, short.score) == (whole.label, whole.score)

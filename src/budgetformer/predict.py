@@ -23,7 +23,7 @@ class Answer:
     """What the model says about one row; everything but `id` is None when `error` says why there is no answer.
 
     label: the most probable class; of a multi-label model all classes at 0.5 and above, joined by the label separator.
-    score: the probability of the most probable class. scores: that of every class. heads_used: heads that ran.
+    score: the probability of the most probable class. scores: that of every class, or of the `top` ones. heads_used: heads that ran.
     budget: their share of all heads. truncated: tokens were cut off.
     """
 
@@ -52,6 +52,7 @@ class Predictor:
     budget: float | None = None
     batch_size: int = 32
     label_separator: str = "|"
+    top: int | None = None  # how many classes to give the scores of, the most probable first; None: all, in order
 
     @classmethod
     def load(cls, folder: str | Path, *, max_length: int | None = None, **options: Any) -> "Predictor":
@@ -151,7 +152,10 @@ class Predictor:
             label = self.label_separator.join(
                 name for name, chance in zip(labels, chances, strict=True) if chance >= 0.5
             )
-        scores = {name: round(chance, 6) for name, chance in zip(labels, chances, strict=True)}
+        shown = range(len(chances))
+        if self.top is not None:
+            shown = sorted(shown, key=chances.__getitem__, reverse=True)[: self.top]
+        scores = {labels[i]: round(chances[i], 6) for i in shown}
         return {"label": label, "score": round(chances[best], 6), "scores": scores}
 
     def inspect(self, text: str, pair: str | None = None) -> "Inspection":

@@ -169,7 +169,7 @@ def _predictor(settings: EvaluateSettings | PredictSettings | InspectSettings) -
     if not isinstance(settings, InspectSettings):
         options["batch_size"] = settings.batch_size
     if isinstance(settings, PredictSettings):
-        options["label_separator"] = settings.label_separator
+        options |= {"label_separator": settings.label_separator, "top": settings.top}
     return Predictor.load(settings.model, max_length=settings.max_length, budget=settings.budget, **options)
 
 

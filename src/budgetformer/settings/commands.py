@@ -234,6 +234,7 @@ class PredictSettings(Checked):
     delimiter: str | None = _delimiter()
     label_separator: str = _label_separator()
     output: str = in_output(some("a file, or - for stdout"), "file to write, or - for stdout", default="-")
+    top: int | None = in_output(optional(whole(1)), "scores of so many classes, the most probable first [default: all]")
     format: str | None = in_output(
         optional(one_of("jsonl", "csv", "parquet")), "jsonl, csv or parquet [default: by the suffix, else jsonl]"
     )
