@@ -23,8 +23,8 @@ class Answer:
     """What the model says about one row; everything but `id` is None when `error` says why there is no answer.
 
     label: the most probable class; of a multi-label model all classes at 0.5 and above, joined by the label separator.
-    score: the probability of the most probable class. scores: that of every class, or of the `top` ones. heads_used: heads that ran.
-    budget: their share of all heads. truncated: tokens were cut off.
+    score: the probability of the most probable class. scores: that of every class, or of the `top` ones. heads_used:
+    heads that ran. budget: their share of all heads. truncated: tokens were cut off.
     """
 
     id: str | None
