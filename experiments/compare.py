@@ -32,6 +32,7 @@ from budgetformer.settings import locate_model
 from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.importance import head_importance, start_from
+from budgetformer.training.settling import settle
 
 
 class FixedHeads(BudgetFormerForSequenceClassification):
@@ -141,6 +142,8 @@ def main():
         torch.manual_seed(args.seed)
         start = time.time()
         fit(model, data, None, options(epochs))
+        if name.startswith("budgeted"):
+            settle(model, data)
         scored = evaluate(model, test, details=name.startswith("budgeted"))
         scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
         scored["fit_seconds"] = round(time.time() - start, 1)

@@ -26,6 +26,7 @@ from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.importance import head_importance, start_from
+from budgetformer.training.settling import settle
 from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -92,6 +93,8 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         start_from(budgeted, head_importance(dense, train_rows, seed=settings.seed), budget.prior)
     options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs)
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
+    if budget.loss == "lagrange":
+        settle(budgeted, train_rows)
     if is_main():
         save_model(budgeted, tokenizer, folder)
     wait_for_all()

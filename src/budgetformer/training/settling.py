@@ -1,0 +1,40 @@
+"""The last step of training: meet the budget in use, where no dropout disturbs what the routers see."""
+
+from typing import Any
+
+import torch
+
+from budgetformer.metrics import costs, predict
+from budgetformer.text import Encoded
+
+CLOSE = 0.002  # share of attention FLOPs
+
+
+@torch.no_grad()
+def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8) -> float:
+    """Shift all budget controllers together until the share of attention FLOPs in use is the target; returns the shift.
+
+    Training holds the share under dropout; without it the routers see other states and spend a little less or more.
+    One number is fitted, on training texts, without labels: which inputs and layers get more than others stays as
+    learned. A target that no shift within (-1, 1) in logits reaches is approached from the better side.
+    """
+    target = model.config.budget_config.target
+    texts = Encoded(encoded.items[:: max(1, len(encoded) // sample)][:sample])
+    biases = [layer.attention.router.controller[2].bias for layer in model.budgetformer.encoder.layers]
+    learned = [bias.clone() for bias in biases]
+    model.eval()
+
+    def missed(shift: float) -> float:
+        for bias, start in zip(biases, learned, strict=True):
+            bias.copy_(start + shift)
+        return costs(predict(model, texts), model.config)["attention_flops_share"] - target
+
+    found = {0.0: missed(0.0)}
+    low, high = (-1.0, 0.0) if found[0.0] > 0 else (0.0, 1.0)
+    while min(abs(miss) for miss in found.values()) > CLOSE and len(found) < rounds:
+        middle = (low + high) / 2
+        found[middle] = missed(middle)
+        low, high = (low, middle) if found[middle] > 0 else (middle, high)
+    best = min(found, key=lambda shift: (abs(found[shift]), abs(shift)))
+    missed(best)
+    return best
