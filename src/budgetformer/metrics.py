@@ -107,11 +107,10 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def costs(answers: Predictions, config: Any) -> dict[str, float]:
-    """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
-    heads = answers.gates.sum(-1)
-    done = flops.work(
-        answers.tokens,
+def work(tokens: Tensor, heads: Tensor, config: Any) -> flops.Work:
+    """Operations of inputs of `tokens` (batch,) tokens when `heads` (batch, layer) heads ran, by a model's config."""
+    return flops.work(
+        tokens,
         heads,
         config.encoder_config,
         config.budget_config,
@@ -119,6 +118,12 @@ def costs(answers: Predictions, config: Any) -> dict[str, float]:
         dense_head=config.head_hidden is not None,
         routed=config.budget_config.routes,
     )
+
+
+def costs(answers: Predictions, config: Any) -> dict[str, float]:
+    """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
+    heads = answers.gates.sum(-1)
+    done = work(answers.tokens, heads, config)
     share = answers.gates.mean((1, 2))
     return {
         "head_share": float(share.mean()),

@@ -166,7 +166,7 @@ class Predictor:
         """
         import torch
 
-        from budgetformer import flops
+        from budgetformer.metrics import work
         from budgetformer.report.picture import Inspection
 
         (tokens,) = self._tokenise([text], None if pair is None else [pair])
@@ -175,15 +175,7 @@ class Predictor:
         with torch.inference_mode():
             output = self._run([tokens])
         config = self.model.config
-        work = flops.work(
-            torch.tensor([len(tokens)]),
-            output.gates.sum(2),
-            config.encoder_config,
-            config.budget_config,
-            labels=len(self.labels),
-            dense_head=config.head_hidden is not None,
-            routed=config.budget_config.routes,
-        )
+        done = work(torch.tensor([len(tokens)]), output.gates.sum(2), config)
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",
             tokens=len(tokens),
@@ -193,7 +185,7 @@ class Predictor:
             wanted=(output.wanted[0] if self.budget is None else output.gates[0].mean(-1)).tolist(),
             gates=output.gates[0].int().tolist(),
             head_share=float(output.head_share[0]),
-            flops_share=float(work.total[0] / work.total_dense[0]),
+            flops_share=float(done.total[0] / done.total_dense[0]),
         )
 
 

@@ -15,12 +15,12 @@ from transformers.trainer_utils import set_seed
 from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification, BudgetSchedule
 from budgetformer.metrics import scores
+from budgetformer.settings.commands import METRICS
 from budgetformer.text import Encoded, collator
 from budgetformer.training import checkpoints
 from budgetformer.training.stopping import Progress, StopCleanly
 from budgetformer.training.trainer import BudgetTrainer
 
-METRICS = ("accuracy", "macro_f1", "loss")
 TOLERANCE = 0.02  # how far the mean head share of an epoch may lie above the target and still be within the budget
 OVER_BUDGET = 1e3  # above any difference of scores
 # What may differ between a run and its resumption without changing where it ends.
@@ -87,7 +87,7 @@ def fit(
 
     processes = PartialState(cpu=options.device == "cpu")
     if not processes.is_main_process:
-        echo = _silent
+        echo = silent
 
     def warn(line: str) -> None:
         echo(f"warning: {line}")
@@ -148,7 +148,7 @@ def fit(
     )
 
 
-def _silent(line: str) -> None:
+def silent(line: str) -> None:
     """Only the main process speaks."""
 
 

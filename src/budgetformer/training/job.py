@@ -24,7 +24,7 @@ from budgetformer.outputs import clear_output_folder, write_aside
 from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
 from budgetformer.training import sources
-from budgetformer.training.fit import FitOptions, fit
+from budgetformer.training.fit import FitOptions, fit, silent
 from budgetformer.training.importance import head_importance, start_from
 from budgetformer.training.settling import settle
 from budgetformer.training.trainer import without_bar
@@ -45,7 +45,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
 
     PartialState(cpu=not torch.cuda.is_available())  # joins the other processes, when there are any
     if not is_main():
-        echo = _silent
+        echo = silent
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
@@ -335,10 +335,6 @@ class Carbon:
         finally:
             kilograms = tracker.stop()
         return {**found, "co2_grams": None if kilograms is None else 1000 * kilograms, "co2_country": self.country}
-
-
-def _silent(line: str) -> None:
-    """Only one process of a run speaks."""
 
 
 def is_main() -> bool:
