@@ -1,0 +1,1 @@
+"""The engine's kernels: C++ sources, and what compiles them."""

@@ -1,0 +1,252 @@
+// A block of token rows through the rest of a layer: output projection of the heads that ran, residual, norm,
+// feed-forward blocks that were chosen, residual, norm. Rows of several inputs share a block: weights are read once.
+#pragma once
+#include "attention.hpp"
+
+namespace bf {
+namespace {
+
+// Width is padded with zeros up to dp; gamma and beta are 0 there, so the padding stays 0.
+BF_PASS void normalise(const float* x, float* y, int d, int dp, const float* gamma, const float* beta, float eps) {
+    vf total = {};
+    for (int i = 0; i < dp; i += W) total += load(x + i);
+    const float mean = sum(total) / d;
+    vf squares = {};
+    for (int i = 0; i < dp; i += W) {
+        vf v = load(x + i) - mean;
+        squares += v * v;
+    }
+    const float variance = (sum(squares) - (dp - d) * mean * mean) / d;
+    const float scale = 1.f / sqrtf((variance > 0.f ? variance : 0.f) + eps);
+    for (int i = 0; i < dp; i += W) store(y + i, (load(x + i) - mean) * scale * load(gamma + i) + load(beta + i));
+}
+
+// To int8, symmetric: the largest of the row becomes 127. Returns the step.
+BF_PASS float quantise(const float* x, uint8_t* q, int n) {
+    vf most = {};
+    for (int i = 0; i < n; i += W) most = vmax(most, vabs(load(x + i)));
+    const float top = highest(most), inverse = top > 0.f ? 127.f / top : 0.f;
+    const vf magic = set1(12582912.f);
+    for (int i = 0; i < n; i += W) {
+        vi whole = bits(load(x + i) * inverse + magic) - bits(magic) + Tag<I8>::OFFSET;
+        *(vb_memory*)(q + i) = __builtin_convertvector(whole, vb_memory);
+    }
+    return top / 127.f;
+}
+
+// Rows in the engine's type, and their steps where there are any.
+template <int D>
+BF_INLINE void convert_row(const float* x, typename Tag<D>::In* to, int n, float* step) {
+    if constexpr (D == I8) *step = quantise(x, to, n);
+#if BF_HAS_BF16
+    else if constexpr (D == BF16)
+        for (int i = 0; i < n; i += W) store_as(to + i, load(x + i));
+#endif
+    else if (to != x) memcpy(to, x, (size_t)n * 4);
+}
+
+// What attention of `layer` reads of a finished row.
+template <int D>
+static void enter(const Job& job, int layer, long row) {
+    const Spec& s = job.m->s;
+    const float* x = job.x + row * s.dp;
+    float* inner = job.inner + row * s.dp;
+    const Layer& w = job.m->layer[layer];
+    if (s.pre_norm) normalise(x, inner, s.d, s.dp, w.attention_gamma, w.attention_beta, s.eps);
+    float* step = D == I8 ? job.typed_scale + row : nullptr;
+    convert_row<D>(inner, (typename Tag<D>::In*)job.typed + row * s.dp, s.dp, step);
+}
+
+template <int D>
+BF_PASS void add_product(const Finished<D>& f, int rows, const float* bias, const float* x, float* y, long ld) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < PANEL; j += W)
+            store(y + i * ld + j, f.get(f, i, j) + load(bias + j) + load(x + i * ld + j));
+}
+
+template <int D, int A, class Out>
+BF_PASS void store_activated(const Finished<D>& f, int rows, const float* bias, Out* h, long ld) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < PANEL; j += W) store_as(h + i * ld + j, activate<A>(f.get(f, i, j) + load(bias + j)));
+}
+
+template <int D, class Out>
+BF_INLINE void store_hidden(int activation, const Finished<D>& f, int rows, const float* bias, Out* h, long ld) {
+    switch (activation) {
+        case GELU: return store_activated<D, GELU>(f, rows, bias, h, ld);
+        case GELU_TANH: return store_activated<D, GELU_TANH>(f, rows, bias, h, ld);
+        case RELU: return store_activated<D, RELU>(f, rows, bias, h, ld);
+        case SILU: return store_activated<D, SILU>(f, rows, bias, h, ld);
+        default: return store_activated<D, TANH>(f, rows, bias, h, ld);
+    }
+}
+
+template <int D>
+struct RowsMemory {
+    float *y, *inner, *wide;
+    typename Tag<D>::In *typed, *context, *hidden;
+    float *typed_scale, *hidden_scale;
+    typename Tag<D>::Acc* tile;
+    int32_t *offset, *ranges;
+    Segment* segments;
+    size_t size;
+
+    RowsMemory(char* at, const Spec& s, int rows, int blocks) {
+        Arena a{at};
+        const long widest = s.H * s.ep > s.fp ? s.H * s.ep : s.fp;
+        y = a.take<float>((long)rows * s.dp);
+        inner = s.pre_norm ? a.take<float>((long)rows * s.dp) : y;
+        typed = D == F32 ? (typename Tag<D>::In*)inner : a.take<typename Tag<D>::In>((long)rows * s.dp);
+        hidden = a.take<typename Tag<D>::In>((long)rows * widest);
+        context = hidden;  // one is done with before the other begins
+        wide = D == I8 ? a.take<float>((long)rows * s.fp) : nullptr;
+        typed_scale = a.take<float>(rows);
+        hidden_scale = a.take<float>(rows);
+        tile = a.take<typename Tag<D>::Acc>((long)rows * PANEL);
+        offset = a.take<int32_t>(s.dp > s.fp ? s.dp : s.fp);
+        ranges = a.take<int32_t>(2L * blocks + 2);
+        segments = a.take<Segment>((s.H > blocks ? s.H : blocks) + 1);
+        size = a.used;
+    }
+};
+
+BF_INLINE bool same(const int32_t* a, int na, const int32_t* b, int nb) {
+    return na == nb && memcmp(a, b, sizeof(int32_t) * (size_t)na) == 0;
+}
+
+// y = x + sum over the heads that ran of context_h W_O^h + bias, for rows whose inputs chose the same heads.
+template <int D>
+static void project(const Job& job, const Layer& layer, int input, long first, int rows, float* y, RowsMemory<D>& mem) {
+    const Spec& s = job.m->s;
+    const Packed& w = layer.out;
+    const int count = job.heads_count[input];
+    const int32_t* heads = job.heads + (long)input * s.H;
+    const long ld = (long)count * s.ep, at = job.context_at[input] + (first - job.offsets[input]) * ld;
+    const typename Tag<D>::In* context;
+    if constexpr (D == I8) {
+        const float* wide = (const float*)job.context + at;
+        for (int i = 0; i < rows; i++) mem.hidden_scale[i] = quantise(wide + i * ld, mem.context + i * ld, (int)ld);
+        for (int j = 0; j < s.dp; j++) mem.offset[j] = 0;
+        for (int h = 0; h < count; h++)
+            for (int j = 0; j < s.dp; j++) mem.offset[j] += Tag<I8>::OFFSET * w.sums[(long)heads[h] * s.dp + j];
+        context = mem.context;
+    } else {
+        context = (const typename Tag<D>::In*)job.context + at;
+    }
+    for (int column = 0; column < s.dp; column += PANEL) {
+        const char* panel = (const char*)w.panels + (long)(column / PANEL) * w.panel_bytes;
+        for (int h = 0; h < count; h++)
+            mem.segments[h] = {panel + (long)heads[h] * s.ep * PANEL * (long)sizeof(typename Tag<D>::In), s.ep};
+        gemm<D>(context, ld, rows, mem.segments, count, mem.tile);
+        Finished<D> f = {mem.tile, mem.offset + column, w.scale + column, mem.hidden_scale};
+        add_product<D>(f, rows, w.bias + column, job.x + first * s.dp + column, y + column, s.dp);
+    }
+}
+
+// out = y + feed-forward over the chosen blocks. ranges: runs of chosen neurons, (first, past the last) each.
+template <int D>
+static void feed_forward(
+    const Spec& s, const Layer& layer, int rows, const int32_t* ranges, int count, const float* y,
+    const typename Tag<D>::In* typed, float* out, RowsMemory<D>& mem) {
+    using In = typename Tag<D>::In;
+    long width = 0;
+    for (int r = 0; r < count; r++) width += ranges[2 * r + 1] - ranges[2 * r];
+    long at = 0;
+    for (int r = 0; r < count; r++)
+        for (int neuron = ranges[2 * r]; neuron < ranges[2 * r + 1]; neuron += PANEL, at += PANEL) {
+            const Packed& w = layer.up;
+            const Segment segment = {(const char*)w.panels + (long)(neuron / PANEL) * w.panel_bytes, s.dp};
+            if constexpr (D == I8)
+                for (int j = 0; j < PANEL; j++) mem.offset[j] = Tag<I8>::OFFSET * w.sums[neuron + j];
+            gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile);
+            Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, mem.typed_scale};
+            if constexpr (D == I8) store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width);
+            else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width);
+        }
+    const Packed& w = layer.down;
+    if constexpr (D == I8) {
+        for (int i = 0; i < rows; i++)
+            mem.hidden_scale[i] = quantise(mem.wide + i * width, mem.hidden + i * width, (int)width);
+        for (int j = 0; j < s.dp; j++) mem.offset[j] = 0;
+        for (int r = 0; r < count; r++)
+            for (int neuron = ranges[2 * r]; neuron < ranges[2 * r + 1]; neuron += PANEL)
+                for (int j = 0; j < s.dp; j++)
+                    mem.offset[j] += Tag<I8>::OFFSET * w.sums[(long)(neuron / PANEL) * s.dp + j];
+    }
+    for (int column = 0; column < s.dp; column += PANEL) {
+        const In* panel = (const In*)((const char*)w.panels + (long)(column / PANEL) * w.panel_bytes);
+        for (int r = 0; r < count; r++)
+            mem.segments[r] = {panel + (long)ranges[2 * r] * PANEL, ranges[2 * r + 1] - ranges[2 * r]};
+        gemm<D>(mem.hidden, width, rows, mem.segments, count, mem.tile);
+        Finished<D> f = {mem.tile, mem.offset + column, w.scale + column, mem.hidden_scale};
+        add_product<D>(f, rows, w.bias + column, y + column, out + column, s.dp);
+    }
+}
+
+// Runs of neurons that a list of blocks stands for; neighbouring blocks become one run.
+BF_INLINE int runs_of(const Spec& s, const int32_t* list, int n, int blocks, int32_t* ranges) {
+    const int size = blocks > 1 ? s.f / blocks : s.fp;
+    int count = 0;
+    for (int i = 0; i < n; i++) {
+        const int first = list[i] * size;
+        if (count && ranges[2 * count - 1] == first) {
+            ranges[2 * count - 1] += size;
+        } else {
+            ranges[2 * count] = first;
+            ranges[2 * count + 1] = first + size;
+            count++;
+        }
+    }
+    return count;
+}
+
+template <int D>
+static void rows(const Job& job, int layer_number, int input, long first, long last, Scratch& scratch) {
+    const Spec& s = job.m->s;
+    const Layer& layer = job.m->layer[layer_number];
+    const int total = (int)(last - first);
+    RowsMemory<D> mem(scratch.memory, s, total, job.blocks);
+
+    for (long r = first, b = input; r < last;) {  // runs of inputs that chose the same heads
+        const long at = r, owner = b;
+        do {
+            r = job.offsets[b + 1] < last ? job.offsets[b + 1] : last;
+            if (r == job.offsets[b + 1]) b++;
+        } while (r < last && same(job.heads + owner * s.H, job.heads_count[owner], job.heads + b * s.H, job.heads_count[b]));
+        project<D>(job, layer, (int)owner, at, (int)(r - at), mem.y + (at - first) * s.dp, mem);
+    }
+    for (int i = 0; i < total; i++) {
+        float *y = mem.y + (long)i * s.dp, *inner = mem.inner + (long)i * s.dp;
+        if (s.pre_norm) normalise(y, inner, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
+        else normalise(y, y, s.d, s.dp, layer.attention_gamma, layer.attention_beta, s.eps);
+        convert_row<D>(inner, mem.typed + (long)i * s.dp, s.dp, mem.typed_scale + i);
+    }
+    for (long r = first, b = input; r < last;) {  // runs of inputs that chose the same blocks
+        const long at = r, owner = b;
+        do {
+            r = job.offsets[b + 1] < last ? job.offsets[b + 1] : last;
+            if (r == job.offsets[b + 1]) b++;
+        } while (r < last && (!job.ffn || same(job.block_list + owner * job.blocks, job.block_count[owner],
+                                               job.block_list + b * job.blocks, job.block_count[b])));
+        int count = 1;
+        if (job.ffn) {
+            count = runs_of(s, job.block_list + owner * job.blocks, job.block_count[owner], job.blocks, mem.ranges);
+        } else {
+            mem.ranges[0] = 0;
+            mem.ranges[1] = s.fp;
+        }
+        RowsMemory<D> part = mem;
+        part.typed_scale += at - first;
+        feed_forward<D>(s, layer, (int)(r - at), mem.ranges, count, mem.y + (at - first) * s.dp,
+                        mem.typed + (at - first) * s.dp, job.x + at * s.dp, part);
+    }
+    const bool more = layer_number + 1 < s.layers;
+    for (long r = first; r < last; r++) {
+        float* x = job.x + r * s.dp;
+        if (!s.pre_norm) normalise(x, x, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
+        if (more) enter<D>(job, layer_number + 1, r);
+    }
+}
+
+}  // namespace
+}  // namespace bf

@@ -1,0 +1,155 @@
+"""Finding out what a model can do without: a budget for a given time or accuracy, and whether int8 may be used."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from budgetformer.engine.engine import Engine, choose
+from budgetformer.engine.saved import Point, write_saved
+from budgetformer.errors import BudgetFormerError, UsageError
+from budgetformer.tokens import Tokens, tokenise
+
+BUDGETS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+ROUNDS = 5
+
+
+class TargetNotMet(BudgetFormerError):
+    """No budget is fast enough, or accurate enough. Exit code 1."""
+
+
+def tune(
+    engine: Engine,
+    texts: Sequence[str],
+    labels: Sequence[str] | None = None,
+    pairs: Sequence[str] | None = None,
+    *,
+    max_ms_per_text: float | None = None,
+    max_accuracy_loss: float | None = None,
+    budgets: Sequence[float] = BUDGETS,
+    save: bool = True,
+) -> float | None:
+    """Pick a budget on a sample, make it the engine's own, and keep the curve in the model folder.
+
+    max_ms_per_text: the largest budget that is as fast; what costs more than this is not used. max_accuracy_loss: the
+    smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against every head on; without
+    labels, agreement with every head on takes the place of accuracy. One of the two is given. The learned budget is
+    measured beside the named ones, and may be the answer: then None is returned.
+
+    Raises:
+        UsageError: neither or both limits, no texts, labels the model does not know, or as many as there are not texts.
+        TargetNotMet: no budget keeps to the limit; the message names the nearest.
+    """
+    if (max_ms_per_text is None) == (max_accuracy_loss is None):
+        raise UsageError("max_ms_per_text and max_accuracy_loss: give one of the two")
+    if not len(texts) or (labels is not None and len(labels) != len(texts)):
+        raise UsageError(
+            f"{len(texts)} texts and {0 if labels is None else len(labels)} labels: give at least one text, and a label for each or none"
+        )
+    unknown = sorted(set(labels or ()) - set(engine.labels))
+    if unknown:
+        raise UsageError(f"label {unknown[0][:80]!r} is none of the model's {len(engine.labels)} classes")
+    tokens = tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length)
+    points = measure(engine, tokens, labels, budgets)
+    chosen = pick(points, max_ms_per_text, max_accuracy_loss)
+    engine.budget = chosen.budget
+    if save and engine.folder is not None:
+        where = {
+            "texts": len(texts),
+            "path": engine.path.name,
+            "dtype": engine.path.dtype,
+            "labelled": labels is not None,
+        }
+        engine.saved = replace(engine.saved, curve=tuple(points), tuned_on=where)
+        write_saved(engine.folder, engine.saved)
+    return chosen.budget
+
+
+def measure(
+    engine: Engine, tokens: Sequence[Tokens], labels: Sequence[str] | None, budgets: Sequence[float]
+) -> list[Point]:
+    """Accuracy, agreement and time at the learned budget (where there is one) and at each named one.
+
+    Rounds are interleaved, so that what else the machine does falls on all alike; times are medians.
+    """
+    named: list[float | None] = [*sorted(set(budgets) | {1.0})]
+    if engine.weights.budget.routes:
+        named = [None, *named]
+    held, engine.budget = engine.budget, None
+    try:
+        outputs = {budget: engine.forward(tokens, budget=budget) for budget in named}
+        seconds: dict[float | None, list[float]] = {budget: [] for budget in named}
+        for _ in range(ROUNDS):
+            for budget in named:
+                start = time.perf_counter()
+                engine.forward(tokens, budget=budget)
+                seconds[budget].append(time.perf_counter() - start)
+    finally:
+        engine.budget = held
+    answers = {budget: decided(output.logits, engine.multi_label) for budget, output in outputs.items()}
+    truth = None if labels is None else np.array([engine.labels.index(label) for label in labels])
+    return [
+        Point(
+            budget=budget,
+            head_share=round(float(outputs[budget].gates.mean()), 4),
+            ms_per_text=round(1000 * statistics.median(seconds[budget]) / len(tokens), 5),
+            agreement=round(agreement(answers[budget], answers[1.0]), 4),
+            accuracy=None if truth is None else round(float((answers[budget] == truth).mean()), 4),
+        )
+        for budget in named
+    ]
+
+
+def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_loss: float | None) -> Point:
+    """The point to use under one of the two limits. Raises `TargetNotMet`."""
+
+    def quality(point: Point) -> float:
+        return point.agreement if point.accuracy is None else point.accuracy
+
+    if max_ms_per_text is not None:
+        fast = [point for point in points if point.ms_per_text <= max_ms_per_text]
+        if not fast:
+            nearest = min(points, key=lambda point: point.ms_per_text)
+            raise TargetNotMet(
+                f"no budget answers within {max_ms_per_text} ms a text; the fastest, {nearest.budget}, takes "
+                f"{nearest.ms_per_text}: allow more time, or use another dtype"
+            )
+        return max(fast, key=lambda point: (quality(point), -point.ms_per_text))
+    assert max_accuracy_loss is not None
+    full = next(point for point in points if point.budget == 1.0)
+    good = [point for point in points if quality(full) - quality(point) <= max_accuracy_loss + 1e-9]
+    return min(good, key=lambda point: (point.head_share, -quality(point)))  # `full` itself is good
+
+
+def decided(logits: np.ndarray, multi_label: bool) -> np.ndarray:
+    """What a text is answered with: its class, (text,), or the set of its classes, (text, class)."""
+    return logits > 0 if multi_label else logits.argmax(1)
+
+
+def agreement(one: np.ndarray, other: np.ndarray) -> float:
+    """Share of texts that are answered alike."""
+    same = one == other
+    return float((same if same.ndim == 1 else same.all(1)).mean())
+
+
+def check_dtype(engine: Engine, tokens: Sequence[Tokens], dtype: str) -> dict[str, Any]:
+    """How far answers in `dtype` are from those in fp32, on the same texts at the learned budget.
+
+    agreement: share of texts with the same label. largest_difference: of a logit. head_share: of both, as a rounded
+    state may choose other heads.
+    """
+    path, note = choose(engine.weights, dtype)
+    if path.dtype != dtype:
+        raise UsageError(f"dtype is {dtype!r}, which cannot be checked here: {note}")
+    exact = replace(engine, path=choose(engine.weights, "fp32")[0]).forward(tokens)
+    quick = replace(engine, path=path).forward(tokens)
+    answers = [decided(output.logits, engine.multi_label) for output in (exact, quick)]
+    return {
+        "texts": len(tokens),
+        "agreement": agreement(*answers),
+        "largest_difference": float(np.abs(exact.logits - quick.logits).max()),
+        "head_share": [float(exact.gates.mean()), float(quick.gates.mean())],
+    }
