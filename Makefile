@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BENCH  := $(VENV)/.installed-bench
+KERNELS := src/budgetformer/engine/kernels
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-quick test test-slow test-shapes check lint format types clean
+.PHONY: demo demo-quick test test-slow bench library native check lint format types clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,11 +17,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,datasets,carbon,dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## train a dense and a budgeted classifier on 77 intents of bank customers, and compare them
+# Compiles only where a source, a flag or the compiler changed. BUDGETFORMER_BUILD=0 skips it, =require fails without a compiler.
+library: $(STAMP)
+	@$(BIN)/python $(KERNELS)/build.py --as-set
+
+native: $(STAMP)  ## compile the engine's kernels, or fail and say why
+	@$(BIN)/python $(KERNELS)/build.py
+
+demo: library  ## train a dense and a budgeted classifier on 77 intents of bank customers, and compare them
 	HF_HUB_OFFLINE=1 $(BIN)/budgetformer train --data demo --target-budget 0.4 --output-dir runs/demo --overwrite
 	@$(MAKE) --no-print-directory demo-answers RUN=runs/demo
 
-demo-quick: $(STAMP)  ## the same on few rows, to see that all works
+demo-quick: library  ## the same on few rows, to see that all works
 	HF_HUB_OFFLINE=1 $(BIN)/budgetformer train --data demo --target-budget 0.4 --quick --output-dir runs/demo-quick --overwrite
 	@$(MAKE) --no-print-directory demo-answers RUN=runs/demo-quick
 
@@ -27,12 +36,19 @@ demo-quick: $(STAMP)  ## the same on few rows, to see that all works
 demo-answers:
 	HF_HUB_OFFLINE=1 $(BIN)/budgetformer predict --model $(RUN) --top 3 "I lost my card, what now?" "Why was I charged twice for dinner?" "How do I change my PIN?"
 
-test: $(STAMP)  ## the tests, minutes
+test: library  ## the tests, minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --jaxtyping-packages=budgetformer,beartype.beartype tests/test_estimators.py tests/test_router.py tests/test_attention.py tests/test_encoder.py
 
-test-slow: $(STAMP)  ## the long tests too
+test-slow: library  ## the long tests too
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+$(BENCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $(BENCH)
+
+bench: $(BENCH) library  ## our engine beside others on this machine
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/engine.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -46,4 +62,4 @@ types: $(STAMP)
 check: lint format types test  ## what CI runs
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) runs build dist src/budgetformer/engine/_lib*

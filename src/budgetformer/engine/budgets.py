@@ -1,5 +1,6 @@
 """A named budget as heads per layer, without torch: the twin of `budgetformer.router.allocate`."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from budgetformer.errors import UsageError
 
 
-def shares(budget: float | np.ndarray, batch: int) -> np.ndarray:
+def shares(budget: float | Sequence[float] | np.ndarray, batch: int) -> np.ndarray:
     """A named budget as float64 (batch,): one share for all inputs, or one for each.
 
     Raises:

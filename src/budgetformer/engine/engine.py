@@ -38,8 +38,8 @@ Budget = float | Sequence[float] | np.ndarray | None
 class Answers:
     """What an engine says about texts, in their order.
 
-    names: the classes. probabilities: float32 (text, class), of each class by itself in a multi-label model. output: the
-    logits, gates and wishes behind them. truncated: bool (text,), tokens were cut off.
+    names: the classes. probabilities: float32 (text, class), of each class by itself in a multi-label model. output:
+    the logits, gates and wishes behind them. truncated: bool (text,), tokens were cut off.
     """
 
     names: list[str]
@@ -65,8 +65,8 @@ class Answers:
 class Engine:
     """A loaded model. `budget` is used where a call names none; None there is what the model learned, text by text.
 
-    note: which path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed together;
-    peak memory follows it, not the number of texts.
+    note: which path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed
+    together; peak memory follows it, not the number of texts.
     """
 
     weights: Weights
@@ -159,8 +159,8 @@ class Engine:
     def forward(self, tokens: Sequence[Tokens], *, budget: Budget = None, progress: Any = None) -> Output:
         """The output for tokenised texts, in their order, computed in batches of at most `batch_tokens` tokens.
 
-        Without padding nothing is gained from texts of like length, so batches keep the order. progress: called with the
-        number of texts done, after each batch.
+        Without padding nothing is gained from texts of like length, so batches keep the order. progress: called with
+        the number of texts done, after each batch.
         """
         named = self.budget if budget is None else budget
         share = None if named is None else shares(named, len(tokens))

@@ -31,7 +31,7 @@ _POINTER = ctypes.c_void_p
 class _Batch(ctypes.Structure):
     """`struct Batch` of kernels/model.hpp."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("tokens", ctypes.c_int64),
         ("inputs", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
