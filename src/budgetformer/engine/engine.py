@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from budgetformer.config import BATCH_TOKENS, DTYPES, PATHS
 from budgetformer.engine import native
 from budgetformer.engine.budgets import allocate, shares
 from budgetformer.engine.packed import Output, Packed, Path
@@ -25,9 +26,6 @@ from budgetformer.engine.weights import Weights, read_weights
 from budgetformer.errors import UsageError
 from budgetformer.tokens import Tokens, longest_input, tokenise
 
-DTYPES = native.DTYPES
-PATHS = ("auto", "avx512_bf16", "avx512", "avx2", "plain", "torch")
-BATCH_TOKENS = 4096  # what is computed together: enough to fill the threads, little memory
 WINDOW = 2048  # texts of a stream that are tokenised together
 MULTI_LABEL = "multi_label_classification"
 
@@ -165,7 +163,7 @@ class Engine:
         named = self.budget if budget is None else budget
         share = None if named is None else shares(named, len(tokens))
         outputs = []
-        for first, last in self._batches(tokens):
+        for first, last in self.batches(tokens):
             part = None if share is None else share[first:last]
             outputs.append(self.run(Packed.of(tokens[first:last]), budget=part))
             if progress is not None:
@@ -194,7 +192,8 @@ class Engine:
             counts = allocate(shares(budget, len(batch)), profile, e.num_heads, routing.min_units)
         return self.path.run(batch, counts=counts, gates=gates, blocks=blocks, need_hidden=need_hidden)
 
-    def _batches(self, tokens: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
+    def batches(self, tokens: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
+        """First place and the place after the last of each batch: at most `batch_tokens` tokens, or one long text."""
         first = held = 0
         for place, one in enumerate(tokens):
             if place > first and held + len(one) > self.batch_tokens:

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from budgetformer.config import ACTIVATIONS
+from budgetformer.config import ACTIVATIONS, DTYPES
 from budgetformer.engine.packed import Output, Packed
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import BudgetFormerError, UsageError
 
-DTYPES = ("fp32", "bf16", "int8")
 ESTIMATORS = {"soft_topk": 0, "paper": 0, "gumbel": 0, "hard_concrete": 1, "top_p": 2}
 VIEWS = {"mean": 0, "mean+first": 1, "mean+max": 2}
 KERNEL_ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "silu": 3, "tanh": 4}

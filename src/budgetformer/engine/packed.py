@@ -72,7 +72,7 @@ class Path(Protocol):
     """One way to compute a model: compiled kernels or torch. Every path gives the same answers, at its own speed.
 
     name: "avx512_bf16", "avx512", "avx2" or "plain" (compiled), or "torch". dtype: the numbers that the large
-    products are computed in, "fp32", "bf16" or "int8".
+    products are computed in, "fp32", "bf16" or "int8". threads: how many compute; None is the library's own choice.
     """
 
     @property
@@ -80,6 +80,9 @@ class Path(Protocol):
 
     @property
     def dtype(self) -> str: ...  # noqa: D102
+
+    @property
+    def threads(self) -> int | None: ...  # noqa: D102
 
     def run(
         self,

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from budgetformer.config import DTYPES
 from budgetformer.errors import ModelFolderError
 from budgetformer.folder import read_json_object
 from budgetformer.outputs import write_aside
 
 FILE = "engine.json"
-DTYPES = (None, "fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def read_saved(folder: str | Path) -> Saved:
     try:
         points = tuple(Point(**point) for point in table.pop("curve", ()))
         saved = Saved(curve=points, **table)
-        if saved.dtype not in DTYPES:
+        if saved.dtype not in (None, *DTYPES):
             raise ValueError(f"dtype is {str(saved.dtype)[:40]!r}")
         numbers = [value for point in points for value in asdict(point).values() if value is not None]
         numbers += [] if saved.agreement is None else [saved.agreement]

@@ -46,9 +46,8 @@ def tune(
     if (max_ms_per_text is None) == (max_accuracy_loss is None):
         raise UsageError("max_ms_per_text and max_accuracy_loss: give one of the two")
     if not len(texts) or (labels is not None and len(labels) != len(texts)):
-        raise UsageError(
-            f"{len(texts)} texts and {0 if labels is None else len(labels)} labels: give at least one text, and a label for each or none"
-        )
+        held = f"{len(texts)} texts and {0 if labels is None else len(labels)} labels"
+        raise UsageError(f"{held}: give at least one text, and a label for each or for none")
     unknown = sorted(set(labels or ()) - set(engine.labels))
     if unknown:
         raise UsageError(f"label {unknown[0][:80]!r} is none of the model's {len(engine.labels)} classes")

@@ -1,7 +1,8 @@
 """A model folder as plain arrays, checked before anything is computed with them. Neither torch nor transformers.
 
 `config.json` is read as `budgetformer.hf.BudgetFormerConfig` reads it, and `model.safetensors` is mapped into memory:
-single-precision tensors are not copied, and pages that no input touches are never read again.
+single-precision tensors are not copied, and processes that run the same folder share them. So a model in use is
+replaced by renaming, as `save_pretrained` does, and never written over in place.
 """
 
 import json

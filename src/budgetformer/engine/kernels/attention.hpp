@@ -116,6 +116,12 @@ BF_PASS void store_values(const Finished<D>& f, int first, int rows, const float
 }
 #endif
 
+template <class In>
+BF_INLINE vf exp2_for(vf x) {
+    if constexpr (sizeof(In) == 2) return exp2_rough(x);
+    return exp2_(x);
+}
+
 // exp2 of scores less their row's maximum, 0 beyond the last key; the sum's inverse is kept for the average.
 template <class In>
 BF_PASS void softmax(const float* scores, int rows, int keys, int padded, In* p, float* inverse) {
@@ -125,20 +131,19 @@ BF_PASS void softmax(const float* scores, int rows, int keys, int padded, In* p,
         const float* s = scores + (long)i * padded;
         In* to = p + (long)i * padded;
         const vf none = set1(-INFINITY);
-        vf top = none;
-        int j = 0;
-        for (; j + W <= keys; j += W) top = vmax(top, load(s + j));
+        int j = keys / W * W;
         const vi real = lane < set1(keys - j);
+        vf top = highest_over(keys, none, [&](int at) { return load(s + at); });
         if (j < keys) top = vmax(top, real ? load(s + j) : none);
         const vf most = set1(highest(top));
         vf total = {};
         for (j = 0; j + W <= keys; j += W) {
-            vf e = exp2_(load(s + j) - most);
+            vf e = exp2_for<In>(load(s + j) - most);
             total += e;
             store_as(to + j, e);
         }
         if (j < keys) {
-            vf e = real ? exp2_(load(s + j) - most) : vf{};
+            vf e = real ? exp2_for<In>(load(s + j) - most) : vf{};
             total += e;
             store_as(to + j, e);
             j += W;

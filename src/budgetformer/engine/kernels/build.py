@@ -263,8 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wish == "skip":
             print(f"native library: not built, {VARIABLE}=0")
         elif options.sanitize:
-            build(SANITIZED_FOLDER, extra_flags=SANITIZE)
-            print("to load it: LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python ...")
+            library = build(SANITIZED_FOLDER, extra_flags=SANITIZE)
+            # Python itself is not instrumented, so the sanitizer has to be there before it; its own leaks are no news.
+            print("to use it, set LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")
+            print(f"and BUDGETFORMER_LIBRARY={library}")
         else:
             build(LIBRARY_FOLDER)
     except BuildError as error:

@@ -12,9 +12,7 @@ namespace bf {
 namespace {
 
 BF_PASS float dot(const float* a, const float* b, int n) {
-    vf total = {};
-    for (int i = 0; i < n; i += W) total += load(a + i) * load(b + i);
-    return sum(total);
+    return sum(sum_over(n, [&](int i) { return load(a + i) * load(b + i); }));
 }
 
 float logistic(float x) { return 1.f / (1.f + expf(-x)); }
@@ -43,6 +41,8 @@ void embed(const Job& job, long first, long last, Scratch& scratch) {
     for (long r = first; r < last; r++) {
         while (job.offsets[input + 1] <= r) input++;
         const long at = r - job.offsets[input] + s.position_offset;
+        if (r + 4 < last)  // the table is far larger than the caches, and its rows come in no order
+            for (int i = 0; i < s.embedding; i += 16) __builtin_prefetch(m.word + (long)job.ids[r + 4] * s.embedding + i);
         const float *word = m.word + (long)job.ids[r] * s.embedding, *position = m.position + at * s.embedding;
         const int width = round_up(s.embedding, PANEL);
         memset(narrow, 0, (size_t)width * 4);
@@ -71,7 +71,7 @@ void pool(const float* rows, long tokens, int dp, int view, float* to) {
     memset(to, 0, (size_t)dp * 4);
     for (long t = 0; t < tokens; t++)
         for (int i = 0; i < dp; i += W) store(to + i, load(to + i) + load(rows + t * dp + i));
-    for (int i = 0; i < dp; i += W) store(to + i, load(to + i) / (float)tokens);
+    for (int i = 0; i < dp; i += W) store(to + i, load(to + i) * (1.f / (float)tokens));
     if (view == MEAN_FIRST) memcpy(to + dp, rows, (size_t)dp * 4);
     if (view == MEAN_MAX) {
         memcpy(to + dp, rows, (size_t)dp * 4);

@@ -8,23 +8,19 @@ namespace {
 
 // Width is padded with zeros up to dp; gamma and beta are 0 there, so the padding stays 0.
 BF_PASS void normalise(const float* x, float* y, int d, int dp, const float* gamma, const float* beta, float eps) {
-    vf total = {};
-    for (int i = 0; i < dp; i += W) total += load(x + i);
-    const float mean = sum(total) / d;
-    vf squares = {};
-    for (int i = 0; i < dp; i += W) {
+    const float mean = sum(sum_over(dp, [&](int i) { return load(x + i); })) / d;
+    vf squares = sum_over(dp, [&](int i) {
         vf v = load(x + i) - mean;
-        squares += v * v;
-    }
+        return v * v;
+    });
     const float variance = (sum(squares) - (dp - d) * mean * mean) / d;
     const float scale = 1.f / sqrtf((variance > 0.f ? variance : 0.f) + eps);
     for (int i = 0; i < dp; i += W) store(y + i, (load(x + i) - mean) * scale * load(gamma + i) + load(beta + i));
 }
 
-// To int8, symmetric: the largest of the row becomes 127. Returns the step.
-BF_PASS float quantise(const float* x, uint8_t* q, int n) {
-    vf most = {};
-    for (int i = 0; i < n; i += W) most = vmax(most, vabs(load(x + i)));
+// To int8, symmetric: the largest of the row, or `known` where it was found before, becomes 127. Returns the step.
+BF_PASS float quantise(const float* x, uint8_t* q, int n, const float* known = nullptr) {
+    const vf most = known ? load(known) : highest_over(n, vf{}, [&](int i) { return vabs(load(x + i)); });
     const float top = highest(most), inverse = top > 0.f ? 127.f / top : 0.f;
     const vf magic = set1(12582912.f);
     for (int i = 0; i < n; i += W) {
@@ -43,6 +39,11 @@ BF_INLINE void convert_row(const float* x, typename Tag<D>::In* to, int n, float
         for (int i = 0; i < n; i += W) store_as(to + i, load(x + i));
 #endif
     else if (to != x) memcpy(to, x, (size_t)n * 4);
+}
+
+// int8: what activations stored with OFFSET added put into each output, for one more segment of weights.
+BF_INLINE void add_offsets(int32_t* offset, const int32_t* sums, int n) {
+    for (int j = 0; j < n; j += W) store(offset + j, load(offset + j) + load(sums + j) * Tag<I8>::OFFSET);
 }
 
 // What attention of `layer` reads of a finished row.
@@ -64,20 +65,29 @@ BF_PASS void add_product(const Finished<D>& f, int rows, const float* bias, cons
             store(y + i * ld + j, f.get(f, i, j) + load(bias + j) + load(x + i * ld + j));
 }
 
+// most: int8, the largest of each row so far, (rows, W).
 template <int D, int A, class Out>
-BF_PASS void store_activated(const Finished<D>& f, int rows, const float* bias, Out* h, long ld) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < PANEL; j += W) store_as(h + i * ld + j, activate<A>(f.get(f, i, j) + load(bias + j)));
+BF_PASS void store_activated(const Finished<D>& f, int rows, const float* bias, Out* h, long ld, float* most) {
+    for (int i = 0; i < rows; i++) {
+        vf high = {};
+        for (int j = 0; j < PANEL; j += W) {
+            vf v = activate<A, D != F32>(f.get(f, i, j) + load(bias + j));
+            if constexpr (D == I8) high = vmax(high, vabs(v));
+            store_as(h + i * ld + j, v);
+        }
+        if constexpr (D == I8) store(most + i * W, vmax(load(most + i * W), high));
+    }
 }
 
 template <int D, class Out>
-BF_INLINE void store_hidden(int activation, const Finished<D>& f, int rows, const float* bias, Out* h, long ld) {
+BF_INLINE void store_hidden(
+    int activation, const Finished<D>& f, int rows, const float* bias, Out* h, long ld, float* most) {
     switch (activation) {
-        case GELU: return store_activated<D, GELU>(f, rows, bias, h, ld);
-        case GELU_TANH: return store_activated<D, GELU_TANH>(f, rows, bias, h, ld);
-        case RELU: return store_activated<D, RELU>(f, rows, bias, h, ld);
-        case SILU: return store_activated<D, SILU>(f, rows, bias, h, ld);
-        default: return store_activated<D, TANH>(f, rows, bias, h, ld);
+        case GELU: return store_activated<D, GELU>(f, rows, bias, h, ld, most);
+        case GELU_TANH: return store_activated<D, GELU_TANH>(f, rows, bias, h, ld, most);
+        case RELU: return store_activated<D, RELU>(f, rows, bias, h, ld, most);
+        case SILU: return store_activated<D, SILU>(f, rows, bias, h, ld, most);
+        default: return store_activated<D, TANH>(f, rows, bias, h, ld, most);
     }
 }
 
@@ -85,7 +95,7 @@ template <int D>
 struct RowsMemory {
     float *y, *inner, *wide;
     typename Tag<D>::In *typed, *context, *hidden;
-    float *typed_scale, *hidden_scale;
+    float *typed_scale, *hidden_scale, *most;
     typename Tag<D>::Acc* tile;
     int32_t *offset, *ranges;
     Segment* segments;
@@ -102,6 +112,7 @@ struct RowsMemory {
         wide = D == I8 ? a.take<float>((long)rows * s.fp) : nullptr;
         typed_scale = a.take<float>(rows);
         hidden_scale = a.take<float>(rows);
+        most = a.take<float>((long)rows * W);
         tile = a.take<typename Tag<D>::Acc>((long)rows * PANEL);
         offset = a.take<int32_t>(s.dp > s.fp ? s.dp : s.fp);
         ranges = a.take<int32_t>(2L * blocks + 2);
@@ -126,9 +137,9 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
     if constexpr (D == I8) {
         const float* wide = (const float*)job.context + at;
         for (int i = 0; i < rows; i++) mem.hidden_scale[i] = quantise(wide + i * ld, mem.context + i * ld, (int)ld);
-        for (int j = 0; j < s.dp; j++) mem.offset[j] = 0;
+        memset(mem.offset, 0, sizeof(int32_t) * (size_t)s.dp);
         for (int h = 0; h < count; h++)
-            for (int j = 0; j < s.dp; j++) mem.offset[j] += Tag<I8>::OFFSET * w.sums[(long)heads[h] * s.dp + j];
+            add_offsets(mem.offset, w.sums + (long)heads[h] * s.dp, s.dp);
         context = mem.context;
     } else {
         context = (const typename Tag<D>::In*)job.context + at;
@@ -151,27 +162,29 @@ static void feed_forward(
     using In = typename Tag<D>::In;
     long width = 0;
     for (int r = 0; r < count; r++) width += ranges[2 * r + 1] - ranges[2 * r];
+    if constexpr (D == I8) memset(mem.most, 0, sizeof(float) * (size_t)rows * W);
     long at = 0;
     for (int r = 0; r < count; r++)
         for (int neuron = ranges[2 * r]; neuron < ranges[2 * r + 1]; neuron += PANEL, at += PANEL) {
             const Packed& w = layer.up;
             const Segment segment = {(const char*)w.panels + (long)(neuron / PANEL) * w.panel_bytes, s.dp};
-            if constexpr (D == I8)
-                for (int j = 0; j < PANEL; j++) mem.offset[j] = Tag<I8>::OFFSET * w.sums[neuron + j];
+            if constexpr (D == I8) {
+                memset(mem.offset, 0, sizeof(int32_t) * PANEL);
+                add_offsets(mem.offset, w.sums + neuron, PANEL);
+            }
             gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile);
             Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, mem.typed_scale};
-            if constexpr (D == I8) store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width);
-            else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width);
+            if constexpr (D == I8) store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width, mem.most);
+            else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width, nullptr);
         }
     const Packed& w = layer.down;
     if constexpr (D == I8) {
         for (int i = 0; i < rows; i++)
-            mem.hidden_scale[i] = quantise(mem.wide + i * width, mem.hidden + i * width, (int)width);
-        for (int j = 0; j < s.dp; j++) mem.offset[j] = 0;
+            mem.hidden_scale[i] = quantise(mem.wide + i * width, mem.hidden + i * width, (int)width, mem.most + i * W);
+        memset(mem.offset, 0, sizeof(int32_t) * (size_t)s.dp);
         for (int r = 0; r < count; r++)
             for (int neuron = ranges[2 * r]; neuron < ranges[2 * r + 1]; neuron += PANEL)
-                for (int j = 0; j < s.dp; j++)
-                    mem.offset[j] += Tag<I8>::OFFSET * w.sums[(long)(neuron / PANEL) * s.dp + j];
+                add_offsets(mem.offset, w.sums + (long)(neuron / PANEL) * s.dp, s.dp);
     }
     for (int column = 0; column < s.dp; column += PANEL) {
         const In* panel = (const In*)((const char*)w.panels + (long)(column / PANEL) * w.panel_bytes);
