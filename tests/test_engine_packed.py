@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from budgetformer.engine.packed import Packed, check_call
+from budgetformer.engine.packed import Packed, checked
 from budgetformer.errors import UsageError
 from budgetformer.tokens import Tokens
 from core_helpers import HEADS, INNER, LAYERS, POSITIONS, VOCABULARY, encoder_config
@@ -33,7 +33,7 @@ def test_types_are_kept_and_0_where_an_input_has_none():
 def test_a_batch_of_nothing_and_an_input_of_nothing():
     packed = Packed.of([])
     assert (len(packed), packed.offsets.tolist(), packed.ids.tolist()) == (0, [0], [])
-    check_call(packed, encoder_config())
+    checked(packed, encoder_config())
     with pytest.raises(UsageError, match="input 1 has no token"):
         Packed.of([tokens([5]), tokens([])])
 
@@ -50,9 +50,9 @@ BAD = {
     "offsets start": (Packed(ints([5, 6]), ints([1, 2])), {}, UsageError, "offsets must rise from 0"),
     "an empty input": (Packed(ints([5, 6]), ints([0, 2, 2])), {}, UsageError, "at least one token"),
     "too long": (Packed(np.full(32, 5, np.int32), ints([0, 32])), {}, UsageError, "an input has 32 tokens, the model has 31"),  # noqa: E501
-    "a large id": (Packed(ints([5, LAST + 1]), ints([0, 2])), {}, IndexError, "token id 97: the model knows ids from 0 to 96"),  # noqa: E501
-    "a negative id": (Packed(ints([5, -1]), ints([0, 2])), {}, IndexError, "token id -1"),
-    "a large type": (Packed(ints([5, 6]), ints([0, 2]), ints([0, 2])), {}, IndexError, "token type 2: the model knows types from 0 to 1"),  # noqa: E501
+    "a large id": (Packed(ints([5, LAST + 1]), ints([0, 2])), {}, UsageError, "token id 97: the model knows ids from 0 to 96"),  # noqa: E501
+    "a negative id": (Packed(ints([5, -1]), ints([0, 2])), {}, UsageError, "token id -1"),
+    "a large type": (Packed(ints([5, 6]), ints([0, 2]), ints([0, 2])), {}, UsageError, "token type 2: the model knows types from 0 to 1"),  # noqa: E501
     "few types": (Packed(ints([5, 6]), ints([0, 2]), ints([0])), {}, UsageError, r"types has the shape \(1,\)"),
     "counts": (GOOD, {"counts": np.ones((2, LAYERS + 1), np.int32)}, UsageError, r"counts has the shape \(2, 4\): it must be \(2, 3\)"),  # noqa: E501
     "gates": (GOOD, {"gates": np.ones((2, LAYERS), np.uint8)}, UsageError, r"gates has the shape \(2, 3\): it must be \(2, 3, 7\)"),  # noqa: E501
@@ -67,15 +67,15 @@ BAD = {
 
 def test_what_fits_passes():
     longest = Packed(np.full(POSITIONS, LAST, np.int32), ints([0, POSITIONS]))
-    check_call(longest, encoder_config())
-    check_call(GOOD, encoder_config(), counts=np.ones((2, LAYERS), np.int32))
-    check_call(GOOD, encoder_config(), gates=np.ones((2, LAYERS, HEADS)), blocks=np.ones((2, LAYERS, INNER)))
+    checked(longest, encoder_config())
+    checked(GOOD, encoder_config(), counts=np.ones((2, LAYERS), np.int32))
+    checked(GOOD, encoder_config(), gates=np.ones((2, LAYERS, HEADS)), blocks=np.ones((2, LAYERS, INNER)))
     # A model without token types does not look at them.
-    check_call(Packed(ints([5]), ints([0, 1]), ints([9])), encoder_config(token_types=0))
+    checked(Packed(ints([5]), ints([0, 1]), ints([9])), encoder_config(token_types=0))
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_no_path_computes_is_refused(name):
     batch, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        check_call(batch, encoder_config(), **options)
+        checked(batch, encoder_config(), **options)

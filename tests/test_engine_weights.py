@@ -69,6 +69,7 @@ def write_raw(path, entries):
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
         data += content
     encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
 

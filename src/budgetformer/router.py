@@ -122,5 +122,6 @@ def allocate(
     exact = lowest + estimators.soft_top_k(z, (total - layers * lowest) / max(free, 1), 1.0) * free
     low = exact.floor()
     spare = ((total + 0.5).floor() - low.sum(-1)).long().clamp(0, layers)
-    extra = estimators.top_units(exact - low, spare)
+    # Rounded: layers that differ in their last bits alone count as equal, and the first of them gets the unit.
+    extra = estimators.top_units((exact - low).round(decimals=9), spare)
     return (low.long() + extra.long()).clamp(lowest, units)

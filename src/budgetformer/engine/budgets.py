@@ -26,8 +26,7 @@ def allocate(budget: np.ndarray, profile: np.ndarray, units: int, min_units: int
     """Whole numbers of units per layer that spend each input's share as training spent its own: int32 (batch, layer).
 
     budget: (batch,) shares in (0, 1]. profile: (layer,), each layer's mean share in training. As in
-    `router.allocate`, with the same result wherever what is left of two layers' shares differs by more than 1e-9; where
-    it does not, the first layer gets the unit.
+    `router.allocate`, and with the same result.
     """
     budget = np.asarray(budget, np.float64)
     named, places = np.unique(budget, return_inverse=True)

@@ -186,6 +186,8 @@ class Engine:
         need_hidden: bool = False,
     ) -> Output:
         """One packed batch, token ids to logits, computed at once. counts, gates, blocks: as in `Path.run`."""
+        if budget is not None and (counts is not None or gates is not None):
+            raise UsageError("budget was given beside counts or gates: name one of them")
         if budget is not None:
             e, routing = self.weights.encoder, self.weights.budget
             profile = self.weights.tensors["profile"]

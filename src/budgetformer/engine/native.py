@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from budgetformer.config import ACTIVATIONS, DTYPES
-from budgetformer.engine.packed import Output, Packed
+from budgetformer.engine.packed import Output, Packed, checked
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import BudgetFormerError, UsageError
 
@@ -120,6 +120,8 @@ class NativePath:
             UsageError: the processor lacks the path, or the path the type.
         """
         lib = library()
+        if threads < 1:
+            raise UsageError(f"threads={threads}: must be 1 or more")
         name = name or next((path for path in paths() if has(path, dtype)), "plain")
         if name not in paths():
             raise UsageError(f"path is {name!r}; this processor has {', '.join(paths())}, torch")
@@ -147,11 +149,14 @@ class NativePath:
         if not self._handle:
             raise BudgetFormerError(f"engine: {lib.bf_error().decode()}")
         self._free = weakref.finalize(self, lib.bf_free, self._handle)
-        for key, tensor in weights.tensors.items():
+        # Not at the interpreter's end: a daemon thread may still be at work then, and the system frees all anyway.
+        self._free.atexit = False
+        tensors = {key: np.ascontiguousarray(tensor, np.float32) for key, tensor in weights.tensors.items()}
+        for key, tensor in tensors.items():
             self._checked(lib.bf_set(self._handle, key.encode(), tensor.ctypes.data, tensor.size))
         self._checked(lib.bf_build(self._handle))
         # The kernels read the embedding tables where they are, mapped from the file: most rows are never touched.
-        self._kept = [tensor for key, tensor in weights.tensors.items() if key.startswith("embeddings.")]
+        self._kept = [tensor for key, tensor in tensors.items() if key.startswith("embeddings.")]
 
     @property
     def resident_bytes(self) -> int:
@@ -170,25 +175,21 @@ class NativePath:
         """As `Path.run`.
 
         Raises:
-            UsageError: ids, types, lengths or offsets that the model cannot take, or arrays of another shape.
+            UsageError: what `checked` refuses; blocks of no multiple of 32 neurons.
             MemoryError: the batch does not fit; nothing is lost, a smaller one can be run.
         """
         size, layers, heads = len(batch), self._encoder.num_layers, self._encoder.num_heads
         tokens = len(batch.ids)
-        ids, offsets = (
-            _array("ids", batch.ids, np.int32, (tokens,)),
-            _array("offsets", batch.offsets, np.int32, (size + 1,)),
-        )
-        types = _optional("types", batch.types, np.int32, (tokens,))
-        counts = _optional("counts", counts, np.int32, (size, layers))
-        gates = _optional("gates", gates, np.uint8, (size, layers, heads))
-        cut = 1 if blocks is None else blocks.shape[-1]
-        blocks = _optional("blocks", blocks, np.uint8, (size, layers, cut))
+        call = checked(batch, self._encoder, counts=counts, gates=gates, blocks=blocks)
+        cut = 1 if call.blocks is None else call.blocks.shape[-1]
         chosen = np.empty((size, layers, heads), np.uint8)
         wanted = np.empty((size, layers), np.float32)
         logits = np.empty((size, self._labels), np.float32)
         hidden = np.empty((tokens, self._encoder.hidden_size), np.float32) if need_hidden else None
-        arrays = (ids, types, offsets, counts, gates, blocks, chosen, wanted, logits, hidden)
+        if size == 0:
+            return Output(logits, chosen, wanted, hidden)
+        given = (call.ids, call.types, call.offsets, call.counts, call.gates, call.blocks)
+        arrays = (*given, chosen, wanted, logits, hidden)
         pointers = [None if array is None else array.ctypes.data for array in arrays]
         self._checked(self._lib.bf_run(self._handle, ctypes.byref(_Batch(tokens, size, cut, *pointers))))
         return Output(logits, chosen, wanted, hidden)
@@ -202,13 +203,3 @@ class NativePath:
         if code == 2:
             raise MemoryError(f"engine: {message}")
         raise BudgetFormerError(f"engine: {message}")
-
-
-def _array(name: str, array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if array.shape != shape:
-        raise UsageError(f"{name} has the shape {array.shape}: it must be {shape}")
-    return np.ascontiguousarray(array, dtype)
-
-
-def _optional(name: str, array: np.ndarray | None, dtype: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    return None if array is None else _array(name, array, dtype, shape)

@@ -6,7 +6,7 @@ token that is not there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,8 +58,8 @@ class Output:
     """What a path answers for a batch.
 
     logits: float32 (batch, labels). gates: uint8 (batch, layer, head), 1 where a head ran. wanted: float32 (batch,
-    layer), the share of heads that each layer's controller asked for, 1.0 where no router ran. hidden: float32
-    (tokens, width), the last hidden states in the order of `Packed.ids`; None unless they were asked for.
+    layer), the share of heads that each layer's controller asked for; that of the heads that ran where no router was
+    asked. hidden: float32 (tokens, width), the last hidden states in the order of `Packed.ids`; None unless asked for.
     """
 
     logits: np.ndarray
@@ -98,52 +98,90 @@ class Path(Protocol):
         counts: int32 (batch, layer), heads per input and layer as a named budget gives them (`budgets.allocate`); the
         scorer chooses which. gates: uint8 (batch, layer, head), the heads themselves, no router is asked. Both None:
         the routers decide, or, for a model whose `budget.routes` is False, all heads run. blocks: uint8 (batch, layer,
-        block), which of the equal blocks of feed-forward neurons run; None runs all.
+        block), which of the equal blocks of feed-forward neurons run; None runs all. The kernels want blocks of a
+        multiple of 32 neurons. A batch without inputs has an output without rows.
+
+        Raises:
+            UsageError: what `checked` refuses.
         """
         ...
 
 
-def check_call(
+@dataclass(frozen=True)
+class Call:
+    """The arrays of one call of `Path.run`, checked, in the types and order that kernels read."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    types: np.ndarray | None
+    counts: np.ndarray | None
+    gates: np.ndarray | None
+    blocks: np.ndarray | None
+
+
+def checked(
     batch: Packed,
     encoder: EncoderConfig,
     *,
     counts: np.ndarray | None = None,
     gates: np.ndarray | None = None,
     blocks: np.ndarray | None = None,
-) -> None:
+) -> Call:
     """Refuse what `Path.run` cannot compute; kernels look up and index without asking again.
 
+    Types are dropped where the model has no table for them, as its training path does.
+
     Raises:
-        UsageError: an input has no token or more than the model has positions; shapes that do not fit the batch and
-            the model; both counts and gates; blocks that do not divide the feed-forward neurons.
-        IndexError: an id or a type that the model's tables do not have.
+        UsageError: an input has no token or more than the model has positions; an id or a type that the model's tables
+            do not have; arrays of another shape or kind; both counts and gates; blocks that do not divide the neurons.
     """
-    if batch.offsets[0] != 0 or batch.offsets[-1] != len(batch.ids) or (batch.lengths < 1).any():
+    ids, offsets = np.asarray(batch.ids), np.asarray(batch.offsets)
+    if ids.ndim != 1 or offsets.ndim != 1 or len(offsets) < 1:
+        raise UsageError("a batch is ids of the shape (tokens,) and offsets of the shape (batch + 1,)")
+    _check_kind("offsets", offsets)
+    steps = np.diff(offsets.astype(np.int64))
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (steps < 1).any():
         raise UsageError("offsets must rise from 0 to the number of tokens, by at least one token for each input")
-    longest = int(batch.lengths.max(initial=0))
+    longest = int(steps.max(initial=0))
     if longest > encoder.max_positions:
         raise UsageError(
             f"an input has {longest} tokens, the model has {encoder.max_positions} positions: "
             f"truncate to {encoder.max_positions}"
         )
-    _check_ids(batch.ids, encoder.vocab_size, "id")
-    if batch.types is not None:
-        _check_shape("types", batch.types, batch.ids.shape)
-        if encoder.token_types:
-            _check_ids(batch.types, encoder.token_types, "type")
+    _check_ids(ids, encoder.vocab_size, "id")
+    types = None if batch.types is None or not encoder.token_types else np.asarray(batch.types)
+    if types is not None:
+        _check_shape("types", types, ids.shape)
+        _check_ids(types, encoder.token_types, "type")
     if counts is not None and gates is not None:
         raise UsageError("counts and gates were both given: name how many heads run, or which, not both")
-    layers = (len(batch), encoder.num_layers)
+    layers = (len(steps), encoder.num_layers)
     if counts is not None:
+        counts = np.asarray(counts)
         _check_shape("counts", counts, layers)
-    if gates is not None:
-        _check_shape("gates", gates, (*layers, encoder.num_heads))
-    if blocks is not None:
-        _check_shape("blocks", blocks, (*layers, blocks.shape[-1] if blocks.ndim else 0))
-        if blocks.shape[-1] == 0 or encoder.intermediate_size % blocks.shape[-1]:
-            raise UsageError(
-                f"{blocks.shape[-1]} blocks do not divide the {encoder.intermediate_size} feed-forward neurons"
-            )
+        _check_kind("counts", counts)
+    # A gate is on or off: what is not 0 is on, whatever it would be as a byte.
+    on = None if gates is None else np.not_equal(gates, 0)
+    if on is not None:
+        _check_shape("gates", on, (*layers, encoder.num_heads))
+    running = None if blocks is None else np.not_equal(blocks, 0)
+    if running is not None:
+        cut = running.shape[-1] if running.ndim else 0
+        _check_shape("blocks", running, (*layers, cut))
+        if cut == 0 or encoder.intermediate_size % cut:
+            raise UsageError(f"{cut} blocks do not divide the {encoder.intermediate_size} feed-forward neurons")
+    return Call(
+        ids=_as(ids, np.int32),
+        offsets=_as(offsets, np.int32),
+        types=None if types is None else _as(types, np.int32),
+        counts=None if counts is None else _as(counts.clip(0, encoder.num_heads), np.int32),
+        gates=None if on is None else _as(on, np.uint8),
+        blocks=None if running is None else _as(running, np.uint8),
+    )
+
+
+def _as(array: np.ndarray, kind: Any) -> np.ndarray:
+    return np.ascontiguousarray(array, kind)
 
 
 def _check_shape(name: str, given: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -151,10 +189,16 @@ def _check_shape(name: str, given: np.ndarray, shape: tuple[int, ...]) -> None:
         raise UsageError(f"{name} has the shape {given.shape}: it must be {shape}")
 
 
+def _check_kind(name: str, given: np.ndarray) -> None:
+    if given.dtype.kind not in "iu":
+        raise UsageError(f"{name} is {given.dtype}: it must be whole numbers")
+
+
 def _check_ids(ids: np.ndarray, size: int, name: str) -> None:
+    _check_kind(f"token {name}s", ids)
     lowest, highest = int(ids.min(initial=0)), int(ids.max(initial=0))
     if lowest < 0 or highest >= size:
-        raise IndexError(
+        raise UsageError(
             f"token {name} {lowest if lowest < 0 else highest}: the model knows {name}s from 0 to {size - 1}"
         )
 

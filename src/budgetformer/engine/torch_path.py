@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from budgetformer.encoder import ACTIVATIONS
-from budgetformer.engine.packed import Output, Packed, check_call
+from budgetformer.engine.packed import Call, Output, Packed, checked
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import UsageError
 from budgetformer.router import Router
@@ -140,10 +140,10 @@ class TorchPath:
         """The answers for a batch; see `budgetformer.engine.packed.Path.run`.
 
         Raises:
-            UsageError, IndexError: from `check_call`.
+            UsageError: from `checked`.
         """
         config = self.weights.encoder
-        check_call(batch, config, counts=counts, gates=gates, blocks=blocks)
+        call = checked(batch, config, counts=counts, gates=gates, blocks=blocks)
         if len(batch) == 0:
             return self._nothing(need_hidden)
         before = torch.get_num_threads()
@@ -151,28 +151,20 @@ class TorchPath:
             torch.set_num_threads(self.threads)
         try:
             with torch.inference_mode():
-                return self._run(batch, counts, gates, blocks, need_hidden)
+                return self._run(call, need_hidden)
         finally:
             if self.threads is not None:
                 torch.set_num_threads(before)
 
-    def _run(
-        self,
-        batch: Packed,
-        counts: np.ndarray | None,
-        gates: np.ndarray | None,
-        blocks: np.ndarray | None,
-        need_hidden: bool,
-    ) -> Output:
-        config = self.weights.encoder
-        shape = (len(batch), config.num_layers, config.num_heads)
+    def _run(self, call: Call, need_hidden: bool) -> Output:
+        config, counts, gates, on = self.weights.encoder, call.counts, call.gates, call.blocks
+        places = _Batch.of(np.diff(call.offsets))
+        shape = (len(places.lengths), config.num_layers, config.num_heads)
         if gates is None and counts is None and not self.weights.budget.routes:
             gates = np.ones(shape, np.uint8)
-        chosen = np.zeros(shape, np.uint8) if gates is None else (np.asarray(gates) != 0).astype(np.uint8)
-        wanted = np.ones(shape[:2], np.float32)
-        on = None if blocks is None else (np.asarray(blocks) != 0).astype(np.uint8)
-        places = _Batch.of(batch.lengths)
-        x = self._embed(batch, places)
+        chosen = np.zeros(shape, np.uint8) if gates is None else gates
+        wanted = chosen.mean(2, dtype=np.float32)
+        x = self._embed(call, places)
         for i, layer in enumerate(self._layers):
             inner = layer.attention_norm(x) if config.norm == "pre" else x
             if gates is None:
@@ -184,13 +176,13 @@ class TorchPath:
             x = x + self._sum(inner, places, layer.attention, chosen[:, i], layer.finite[0], self._attend)
             x = x if config.norm == "pre" else layer.attention_norm(x)
             inner = layer.feed_forward_norm(x) if config.norm == "pre" else x
-            running = np.ones((len(batch), 1), np.uint8) if on is None else on[:, i]
+            running = np.ones((shape[0], 1), np.uint8) if on is None else on[:, i]
             x = x + self._sum(inner, places, layer.feed_forward, running, layer.finite[1], self._feed_forward)
             x = x if config.norm == "pre" else layer.feed_forward_norm(x)
         x = x if self._last_norm is None else self._last_norm(x)
         return Output(self._classify(x, places).numpy(), chosen, wanted, x.numpy() if need_hidden else None)
 
-    def _embed(self, batch: Packed, places: _Batch) -> Tensor:
+    def _embed(self, batch: Call, places: _Batch) -> Tensor:
         config, tensors = self.weights.encoder, self._tensors
         positions = np.arange(len(batch.ids)) - np.repeat(places.starts, places.lengths) + config.position_offset
         x = tensors["embeddings.word.weight"][_index(batch.ids)]

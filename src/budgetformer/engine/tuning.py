@@ -24,7 +24,7 @@ class TargetNotMet(BudgetFormerError):
 def tune(
     engine: Engine,
     texts: Sequence[str],
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str] | Sequence[Sequence[str]] | None = None,
     pairs: Sequence[str] | None = None,
     *,
     max_ms_per_text: float | None = None,
@@ -37,7 +37,8 @@ def tune(
     max_ms_per_text: the largest budget that is as fast; what costs more than this is not used. max_accuracy_loss: the
     smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against every head on; without
     labels, agreement with every head on takes the place of accuracy. One of the two is given. The learned budget is
-    measured beside the named ones, and may be the answer: then None is returned.
+    measured beside the named ones, and may be the answer: then None is returned. labels: the name of each text's class,
+    of a multi-label model the names of its classes.
 
     Raises:
         UsageError: neither or both limits, no texts, labels the model does not know, or as many as there are not texts.
@@ -48,11 +49,9 @@ def tune(
     if not len(texts) or (labels is not None and len(labels) != len(texts)):
         held = f"{len(texts)} texts and {0 if labels is None else len(labels)} labels"
         raise UsageError(f"{held}: give at least one text, and a label for each or for none")
-    unknown = sorted(set(labels or ()) - set(engine.labels))
-    if unknown:
-        raise UsageError(f"label {unknown[0][:80]!r} is none of the model's {len(engine.labels)} classes")
+    truth = None if labels is None else _truth(engine, labels)
     tokens = tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length)
-    points = measure(engine, tokens, labels, budgets)
+    points = measure(engine, tokens, truth, budgets)
     chosen = pick(points, max_ms_per_text, max_accuracy_loss)
     engine.budget = chosen.budget
     if save and engine.folder is not None:
@@ -60,6 +59,7 @@ def tune(
             "texts": len(texts),
             "path": engine.path.name,
             "dtype": engine.path.dtype,
+            "threads": engine.path.threads,
             "labelled": labels is not None,
         }
         engine.saved = replace(engine.saved, curve=tuple(points), tuned_on=where)
@@ -67,12 +67,26 @@ def tune(
     return chosen.budget
 
 
+def _truth(engine: Engine, labels: Sequence[str] | Sequence[Sequence[str]]) -> np.ndarray:
+    """What each text should be answered with, as `decided` gives it."""
+    names = [[label] if isinstance(label, str) else label for label in labels]
+    unknown = sorted({name for some in names for name in some} - set(engine.labels))
+    if unknown:
+        raise UsageError(f"label {unknown[0][:80]!r} is none of the model's {len(engine.labels)} classes")
+    if engine.multi_label:
+        return np.array([[label in some for label in engine.labels] for some in names])
+    if any(len(some) != 1 for some in names):
+        raise UsageError("a text has several labels or none; this model gives every text one")
+    return np.array([engine.labels.index(label) for (label,) in names])
+
+
 def measure(
-    engine: Engine, tokens: Sequence[Tokens], labels: Sequence[str] | None, budgets: Sequence[float]
+    engine: Engine, tokens: Sequence[Tokens], truth: np.ndarray | None, budgets: Sequence[float]
 ) -> list[Point]:
     """Accuracy, agreement and time at the learned budget (where there is one) and at each named one.
 
-    Rounds are interleaved, so that what else the machine does falls on all alike; times are medians.
+    truth: the right answers, as `decided` gives them. Rounds are interleaved, so that what else the machine does falls
+    on all alike; times are medians.
     """
     named: list[float | None] = [*sorted(set(budgets) | {1.0})]
     if engine.weights.budget.routes:
@@ -89,14 +103,13 @@ def measure(
     finally:
         engine.budget = held
     answers = {budget: decided(output.logits, engine.multi_label) for budget, output in outputs.items()}
-    truth = None if labels is None else np.array([engine.labels.index(label) for label in labels])
     return [
         Point(
             budget=budget,
             head_share=round(float(outputs[budget].gates.mean()), 4),
             ms_per_text=round(1000 * statistics.median(seconds[budget]) / len(tokens), 5),
             agreement=round(agreement(answers[budget], answers[1.0]), 4),
-            accuracy=None if truth is None else round(float((answers[budget] == truth).mean()), 4),
+            accuracy=None if truth is None else round(agreement(answers[budget], truth), 4),
         )
         for budget in named
     ]
@@ -113,14 +126,18 @@ def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_lo
         if not fast:
             nearest = min(points, key=lambda point: point.ms_per_text)
             raise TargetNotMet(
-                f"no budget answers within {max_ms_per_text} ms a text; the fastest, {nearest.budget}, takes "
-                f"{nearest.ms_per_text}: allow more time, or use another dtype"
+                f"no budget answers within {max_ms_per_text:g} ms a text; the fastest, {_named(nearest)}, takes "
+                f"{nearest.ms_per_text:g}: allow more time, or use another dtype"
             )
         return max(fast, key=lambda point: (quality(point), -point.ms_per_text))
     assert max_accuracy_loss is not None
     full = next(point for point in points if point.budget == 1.0)
     good = [point for point in points if quality(full) - quality(point) <= max_accuracy_loss + 1e-9]
     return min(good, key=lambda point: (point.head_share, -quality(point)))  # `full` itself is good
+
+
+def _named(point: Point) -> str:
+    return "the learned one" if point.budget is None else f"{point.budget:g}"
 
 
 def decided(logits: np.ndarray, multi_label: bool) -> np.ndarray:

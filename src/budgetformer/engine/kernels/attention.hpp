@@ -116,11 +116,10 @@ BF_PASS void store_values(const Finished<D>& f, int first, int rows, const float
 }
 #endif
 
-template <class In>
-BF_INLINE vf exp2_for(vf x) {
-    if constexpr (sizeof(In) == 2) return exp2_rough(x);
-    return exp2_(x);
-}
+BF_INLINE vf exp2_for(const float*, vf x) { return exp2_(x); }
+#if BF_HAS_BF16
+BF_INLINE vf exp2_for(const uint16_t*, vf x) { return exp2_rough(x); }
+#endif
 
 // exp2 of scores less their row's maximum, 0 beyond the last key; the sum's inverse is kept for the average.
 template <class In>
@@ -138,12 +137,12 @@ BF_PASS void softmax(const float* scores, int rows, int keys, int padded, In* p,
         const vf most = set1(highest(top));
         vf total = {};
         for (j = 0; j + W <= keys; j += W) {
-            vf e = exp2_for<In>(load(s + j) - most);
+            vf e = exp2_for(to, load(s + j) - most);
             total += e;
             store_as(to + j, e);
         }
         if (j < keys) {
-            vf e = real ? exp2_for<In>(load(s + j) - most) : vf{};
+            vf e = real ? exp2_for(to, load(s + j) - most) : vf{};
             total += e;
             store_as(to + j, e);
             j += W;
@@ -180,7 +179,7 @@ static void attend(const Job& job, int layer, int input, int slot, Scratch& scra
             for (int j = 0; j < PANEL; j++) mem.offset[j] = T::OFFSET * w.sums[column + j];
         for (int r = 0; r < length; r += QKV_ROWS) {
             const int rows = length - r < QKV_ROWS ? length - r : QKV_ROWS;
-            gemm<D>(x + (long)r * s.dp, s.dp, rows, &segment, 1, mem.tile);
+            gemm<D>(x + (long)r * s.dp, s.dp, rows, &segment, 1, mem.tile, PANEL, w.panel_bytes);
             Finished<D> f = {mem.tile, mem.offset, w.scale + column, job.typed_scale + begin + r};
             if (which == 0) {
                 const float scale = LOG2E / sqrtf((float)s.e);

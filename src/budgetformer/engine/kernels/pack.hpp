@@ -2,7 +2,9 @@
 #pragma once
 #include <math.h>
 #include <string.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -21,24 +23,37 @@ inline uint16_t to_bf16(float x) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-// All memory of a model, freed together; every block is 64 bytes aligned and zero.
+// All memory of a model, freed together; every block is 64 bytes aligned and zero. It lies in few large pieces that the
+// system may back with huge pages: weights stream through, and each small page would cost a look-up.
 class Memory {
    public:
     template <class T>
     T* take(size_t n) {
         const size_t bytes = (n * sizeof(T) + 63) / 64 * 64 + 64;
-        void* p = nullptr;
-        if (posix_memalign(&p, 64, bytes)) throw std::bad_alloc();
-        memset(p, 0, bytes);
-        blocks_.emplace_back(p, free);
-        bytes_ += bytes;
+        if (bytes > left_) grow(bytes);
+        char* p = at_;
+        at_ += bytes, left_ -= bytes, bytes_ += bytes;
         return (T*)p;
     }
     size_t bytes() const { return bytes_; }
 
    private:
-    std::vector<std::unique_ptr<void, void (*)(void*)>> blocks_;
-    size_t bytes_ = 0;
+    static constexpr size_t PAGE = 2 << 20, PIECE = 8 << 20;
+
+    void grow(size_t bytes) {
+        left_ = (std::max(bytes, PIECE) + PAGE - 1) / PAGE * PAGE;
+        void* p = nullptr;
+        if (posix_memalign(&p, PAGE, left_)) throw std::bad_alloc();
+        pieces_.emplace_back(p, free);
+#if defined(MADV_HUGEPAGE)
+        madvise(p, left_, MADV_HUGEPAGE);  // a wish: where it is not granted nothing is lost
+#endif
+        at_ = (char*)memset(p, 0, left_);
+    }
+
+    std::vector<std::unique_ptr<void, void (*)(void*)>> pieces_;
+    char* at_ = nullptr;
+    size_t left_ = 0, bytes_ = 0;
 };
 
 // A matrix (outputs, inputs). `rows[o]` is the source of padded output o or null, `columns[k]` the source's column for

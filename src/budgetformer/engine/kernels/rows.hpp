@@ -9,12 +9,16 @@ namespace {
 // Width is padded with zeros up to dp; gamma and beta are 0 there, so the padding stays 0.
 BF_PASS void normalise(const float* x, float* y, int d, int dp, const float* gamma, const float* beta, float eps) {
     const float mean = sum(sum_over(dp, [&](int i) { return load(x + i); })) / d;
-    vf squares = sum_over(dp, [&](int i) {
+    // Only the real part: what the padding would add is far larger than the sum where the mean is far from 0.
+    const int whole = d / W * W;
+    vf squares = sum_over(whole, [&](int i) {
         vf v = load(x + i) - mean;
         return v * v;
     });
-    const float variance = (sum(squares) - (dp - d) * mean * mean) / d;
-    const float scale = 1.f / sqrtf((variance > 0.f ? variance : 0.f) + eps);
+    float total = sum(squares);
+    for (int i = whole; i < d; i++) total += (x[i] - mean) * (x[i] - mean);
+    const float variance = total / d;
+    const float scale = 1.f / sqrtf(variance + eps);
     for (int i = 0; i < dp; i += W) store(y + i, (load(x + i) - mean) * scale * load(gamma + i) + load(beta + i));
 }
 
@@ -148,7 +152,7 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
         const char* panel = (const char*)w.panels + (long)(column / PANEL) * w.panel_bytes;
         for (int h = 0; h < count; h++)
             mem.segments[h] = {panel + (long)heads[h] * s.ep * PANEL * (long)sizeof(typename Tag<D>::In), s.ep};
-        gemm<D>(context, ld, rows, mem.segments, count, mem.tile);
+        gemm<D>(context, ld, rows, mem.segments, count, mem.tile, PANEL, w.panel_bytes);
         Finished<D> f = {mem.tile, mem.offset + column, w.scale + column, mem.hidden_scale};
         add_product<D>(f, rows, w.bias + column, job.x + first * s.dp + column, y + column, s.dp);
     }
@@ -172,7 +176,7 @@ static void feed_forward(
                 memset(mem.offset, 0, sizeof(int32_t) * PANEL);
                 add_offsets(mem.offset, w.sums + neuron, PANEL);
             }
-            gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile);
+            gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile, PANEL, w.panel_bytes);
             Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, mem.typed_scale};
             if constexpr (D == I8) store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width, mem.most);
             else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width, nullptr);
@@ -190,7 +194,7 @@ static void feed_forward(
         const In* panel = (const In*)((const char*)w.panels + (long)(column / PANEL) * w.panel_bytes);
         for (int r = 0; r < count; r++)
             mem.segments[r] = {panel + (long)ranges[2 * r] * PANEL, ranges[2 * r + 1] - ranges[2 * r]};
-        gemm<D>(mem.hidden, width, rows, mem.segments, count, mem.tile);
+        gemm<D>(mem.hidden, width, rows, mem.segments, count, mem.tile, PANEL, w.panel_bytes);
         Finished<D> f = {mem.tile, mem.offset + column, w.scale + column, mem.hidden_scale};
         add_product<D>(f, rows, w.bias + column, y + column, out + column, s.dp);
     }

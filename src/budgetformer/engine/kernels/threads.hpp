@@ -9,6 +9,9 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -74,19 +77,16 @@ class Pool {
    public:
     explicit Pool(int count) : count_(count) { start(); }
     ~Pool() {
-        if (getpid() != owner_) {
-            abandon();
-            return;
-        }
-        state_->gate.tell([&] { state_->stop = true; });
-        for (auto& thread : threads_) thread.join();
+        if (state_ && getpid() != owner_) abandon();
+        else if (state_) stop();
     }
     int count() const { return count_; }
+    bool forked() const { return getpid() != owner_; }
 
     // body(i) on every thread i; the caller is thread 0. Returns when all are done.
     void run(const std::function<void(int)>& body) {
         if (count_ == 1) return body(0);
-        if (getpid() != owner_) {  // after a fork the threads are the parent's
+        if (!state_ || forked()) {  // after a fork the threads are the parent's
             abandon();
             start();
         }
@@ -113,16 +113,29 @@ class Pool {
         owner_ = getpid();
         state_ = new State;
         State* s = state_;
-        for (int i = 1; i < count_; i++)
-            threads_.emplace_back([s, i] {
-                for (unsigned seen = 0;;) {
-                    s->gate.wait([&] { return s->round.load() != seen || s->stop.load(); });
-                    if (s->stop.load()) return;
-                    seen = s->round.load();
-                    (*s->body)(i);
-                    s->done.tell([&] { s->left--; });
-                }
-            });
+        try {
+            for (int i = 1; i < count_; i++)
+                threads_.emplace_back([s, i] {
+                    for (unsigned seen = 0;;) {
+                        s->gate.wait([&] { return s->round.load() != seen || s->stop.load(); });
+                        if (s->stop.load()) return;
+                        seen = s->round.load();
+                        (*s->body)(i);
+                        s->done.tell([&] { s->left--; });
+                    }
+                });
+        } catch (const std::system_error&) {
+            stop();  // those that did start
+            throw std::runtime_error("cannot start " + std::to_string(count_) + " threads");
+        }
+    }
+
+    void stop() {
+        state_->gate.tell([&] { state_->stop = true; });
+        for (auto& thread : threads_) thread.join();
+        threads_.clear();
+        delete state_;
+        state_ = nullptr;
     }
 
     // Threads of another process can be neither joined nor freed here.
