@@ -55,6 +55,7 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror src/budgetformer/engine/kernels/*.cpp src/budgetformer/engine/kernels/*.hpp
 
 types: $(STAMP)
 	$(BIN)/pyright

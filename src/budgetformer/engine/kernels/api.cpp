@@ -140,8 +140,7 @@ void Engine::build() {
     layers.resize(s.layers);
     model.layer = layers.data();
     model.word = tensor("embeddings.word.weight", (int64_t)s.vocab * s.embedding);
-    model.position =
-        tensor("embeddings.position.weight", (int64_t)(s.positions + s.position_offset) * s.embedding);
+    model.position = tensor("embeddings.position.weight", (int64_t)(s.positions + s.position_offset) * s.embedding);
     if (s.token_types) model.type = tensor("embeddings.token_type.weight", (int64_t)s.token_types * s.embedding);
     const int ep = round_to(s.embedding, PANEL);
     model.embed_gamma = padded("embeddings.norm.weight", s.embedding, ep);
@@ -267,9 +266,11 @@ void Engine::run(const Batch& b) {
     job.block_list = block_list.take<int32_t>(b.ffn ? (size_t)B * b.blocks : 0);
     job.block_count = block_count.take<int32_t>(B);
 
-    // Blocks of rows: enough of them to keep all threads busy, whole tiles. Larger ones are no faster (24 to 120 measured).
+    // Blocks of rows: enough of them to keep all threads busy, whole tiles. Larger ones are no faster (24 to 120
+    // measured).
     const int most = 48;
-    const int block_rows = threads == 1 ? most : std::min<long>(most, std::max<long>(12, round_to((int)(T / (2 * threads)) + 1, 12)));
+    const int block_rows =
+        threads == 1 ? most : std::min<long>(most, std::max<long>(12, round_to((int)(T / (2 * threads)) + 1, 12)));
     std::vector<int> first_input;
     for (long r = 0, i = 0; r < T; r += block_rows) {
         while (b.offsets[i + 1] <= r) i++;
@@ -285,9 +286,8 @@ void Engine::run(const Batch& b) {
     // inputs first, so that the last item is a short one. A thread takes neighbours together.
     std::vector<int> order(B), next(B);
     for (int i = 0; i < B; i++) order[i] = i;
-    std::stable_sort(order.begin(), order.end(), [&](int i, int j) {
-        return b.offsets[i + 1] - b.offsets[i] > b.offsets[j + 1] - b.offsets[j];
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int i, int j) { return b.offsets[i + 1] - b.offsets[i] > b.offsets[j + 1] - b.offsets[j]; });
     std::vector<Item> items;
     std::vector<int> chunks;
     items.reserve((size_t)B * s.H);
@@ -338,7 +338,8 @@ void Engine::run(const Batch& b) {
             });
             barrier.meet(nothing);
             each(3 * l + 3, row_blocks, [&](int i) {
-                path.rows(job, l, first_input[i], (long)i * block_rows, std::min<long>(T, (long)(i + 1) * block_rows), memory);
+                path.rows(job, l, first_input[i], (long)i * block_rows, std::min<long>(T, (long)(i + 1) * block_rows),
+                          memory);
             });
             barrier.meet(nothing);
         }

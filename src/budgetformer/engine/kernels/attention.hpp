@@ -23,8 +23,8 @@ BF_INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 template <int D>
 struct Finished {
     const typename Tag<D>::Acc* c;
-    const int32_t* offset;       // int8: what OFFSET added to each output
-    const float *scale, *rows;   // int8: of each output, of each row
+    const int32_t* offset;      // int8: what OFFSET added to each output
+    const float *scale, *rows;  // int8: of each output, of each row
     BF_INLINE vf get(const Finished& f, int row, int column) {
         if constexpr (D == I8) {
             vi whole = load(f.c + row * PANEL + column);
@@ -212,10 +212,8 @@ static void attend(const Job& job, int layer, int input, int slot, Scratch& scra
         for (int strip = 0; strip < strips; strip++) {
             const Segment segment = {mem.v + (long)strip * keys * PANEL, round_up(length, C::G)};
             gemm<CORE>(p, keys, rows, &segment, 1, mem.core_tile);
-            if constexpr (D == I8)
-                store_average(mem.core_tile, rows, mem.inverse, wide + r * ld + strip * PANEL, ld);
-            else
-                store_average(mem.core_tile, rows, mem.inverse, context + r * ld + strip * PANEL, ld);
+            if constexpr (D == I8) store_average(mem.core_tile, rows, mem.inverse, wide + r * ld + strip * PANEL, ld);
+            else store_average(mem.core_tile, rows, mem.inverse, context + r * ld + strip * PANEL, ld);
         }
     }
 }

@@ -27,14 +27,13 @@ struct Segment {
 // Where the next product's weights lie, seen from this one's: while a panel is worked through, the next is fetched.
 // Weights come from the third cache or memory when many models' worth of them pass; unfetched, that costs a fifth.
 struct Ahead {
-    long distance;  // bytes
+    long distance;    // bytes
     int part, parts;  // each tile of rows fetches its part
 };
 
 template <int D, int M>
-static __attribute__((noinline)) void tile(
-    const typename Tag<D>::In* a, long lda, const Segment* segments, int count, typename Tag<D>::Acc* c, long ldc,
-    Ahead ahead) {
+static __attribute__((noinline)) void tile(const typename Tag<D>::In* a, long lda, const Segment* segments, int count,
+                                           typename Tag<D>::Acc* c, long ldc, Ahead ahead) {
     using T = Tag<D>;
     constexpr int G = T::G;
 #pragma GCC unroll 8
@@ -44,8 +43,7 @@ static __attribute__((noinline)) void tile(
 #pragma GCC unroll 16
         for (int i = 0; i < M; i++)
 #pragma GCC unroll 2
-            for (int v = 0; v < LANES; v++)
-                acc[i][v] = typename T::V{};
+            for (int v = 0; v < LANES; v++) acc[i][v] = typename T::V{};
         const typename T::In* row = a;
         for (int s = 0; s < count; s++) {
             const typename T::In* b = (const typename T::In*)segments[s].weights + column * G;
@@ -74,40 +72,30 @@ static __attribute__((noinline)) void tile(
 }
 
 template <int D>
-using TileFunction = void (*)(
-    const typename Tag<D>::In*, long, const Segment*, int, typename Tag<D>::Acc*, long, Ahead);
+using TileFunction = void (*)(const typename Tag<D>::In*, long, const Segment*, int, typename Tag<D>::Acc*, long,
+                              Ahead);
 
 template <int D>
 static constexpr TileFunction<D> TILES[] = {
-    nullptr,
-    tile<D, 1>,
-    tile<D, 2>,
-    tile<D, 3>,
-    tile<D, 4>,
+    nullptr,    tile<D, 1>, tile<D, 2>, tile<D, 3>,  tile<D, 4>,
 #if defined(__AVX2__)
-    tile<D, 5>,
-    tile<D, 6>,
+    tile<D, 5>, tile<D, 6>,
 #endif
 #if defined(__AVX512F__)
-    tile<D, 7>,
-    tile<D, 8>,
-    tile<D, 9>,
-    tile<D, 10>,
-    tile<D, 11>,
-    tile<D, 12>,
+    tile<D, 7>, tile<D, 8>, tile<D, 9>, tile<D, 10>, tile<D, 11>, tile<D, 12>,
 #endif
 };
 
-// c[rows][32] = a[rows][K] times the panel given by `segments`; rows are split evenly into tiles. Panels are not cut along
-// K: with the whole panel streaming from the second cache the products run as fast (measured), and C is written once.
+// c[rows][32] = a[rows][K] times the panel given by `segments`; rows are split evenly into tiles. Panels are not cut
+// along K: with the whole panel streaming from the second cache the products run as fast (measured), and C is written
+// once.
 template <int D>
-static void gemm(
-    const typename Tag<D>::In* a, long lda, int rows, const Segment* segments, int count, typename Tag<D>::Acc* c,
-    long ldc = PANEL, long distance = 0) {
+static void gemm(const typename Tag<D>::In* a, long lda, int rows, const Segment* segments, int count,
+                 typename Tag<D>::Acc* c, long ldc = PANEL, long distance = 0) {
     const int tiles = (rows + TILE - 1) / TILE;
     for (int t = 0, r = 0; t < tiles; t++) {
         const int m = rows / tiles + (t < rows % tiles);
-        TILES<D>[m](a + r * lda, lda, segments, count, c + r * ldc, ldc, {distance, t, tiles});
+        TILES<D>[m](a + r* lda, lda, segments, count, c + r* ldc, ldc, {distance, t, tiles});
         r += m;
     }
 }

@@ -24,7 +24,8 @@ inline constexpr int size_of(int dtype) { return dtype == F32 ? 4 : dtype == BF1
 
 struct Spec {
     int vocab, d, layers, H, f, positions, position_offset, token_types, embedding, labels;
-    int activation, pre_norm, pool_first, head_hidden;  // head_hidden: activation of the classifier's dense layer, or -1
+    int activation, pre_norm, pool_first,
+        head_hidden;  // head_hidden: activation of the classifier's dense layer, or -1
     int routes, estimator, view, min_units, router_hidden;
     int dtype;
     float eps;
@@ -68,22 +69,22 @@ struct Model {
 struct Job {
     const Model* m;
     long T;
-    int B, blocks;             // blocks: how many the feed-forward layers are cut into
+    int B, blocks;  // blocks: how many the feed-forward layers are cut into
     const int32_t *ids, *types, *offsets;
-    const int32_t* counts;     // (B, layers) or null
-    const uint8_t* gates;      // (B, layers, H) or null
-    const uint8_t* ffn;        // (B, layers, blocks) or null
-    float *x;                  // (T, dp): the residual stream
-    float *inner;              // (T, dp): what attention reads; x itself in post-norm models
-    void *typed;               // (T, dp): inner in the engine's type; inner itself in fp32
-    float *typed_scale;        // int8: (T,)
-    void *context;             // rows of each input: (tokens, heads that run, ep)
-    long *context_at;          // (B,): where an input's rows start, in elements
-    int *heads, *heads_count;  // (B, H), (B,): of the layer at hand
+    const int32_t* counts;              // (B, layers) or null
+    const uint8_t* gates;               // (B, layers, H) or null
+    const uint8_t* ffn;                 // (B, layers, blocks) or null
+    float* x;                           // (T, dp): the residual stream
+    float* inner;                       // (T, dp): what attention reads; x itself in post-norm models
+    void* typed;                        // (T, dp): inner in the engine's type; inner itself in fp32
+    float* typed_scale;                 // int8: (T,)
+    void* context;                      // rows of each input: (tokens, heads that run, ep)
+    long* context_at;                   // (B,): where an input's rows start, in elements
+    int *heads, *heads_count;           // (B, H), (B,): of the layer at hand
     int32_t *block_list, *block_count;  // (B, blocks), (B,): of the layer at hand
-    uint8_t *chosen;           // (B, layers, H): out
-    float *wanted, *logits;    // (B, layers), (B, labels): out
-    float *hidden;             // (T, d) or null: out
+    uint8_t* chosen;                    // (B, layers, H): out
+    float *wanted, *logits;             // (B, layers), (B, labels): out
+    float* hidden;                      // (T, d) or null: out
 };
 
 struct Scratch {

@@ -58,9 +58,8 @@ class Memory {
 
 // A matrix (outputs, inputs). `rows[o]` is the source of padded output o or null, `columns[k]` the source's column for
 // padded input k or -1. int8 sums are kept for every `segment` inputs.
-inline Packed pack(
-    Memory& memory, int dtype, const std::vector<const float*>& rows, const std::vector<int>& columns,
-    const std::vector<float>& bias, int segment) {
+inline Packed pack(Memory& memory, int dtype, const std::vector<const float*>& rows, const std::vector<int>& columns,
+                   const std::vector<float>& bias, int segment) {
     const int outputs = (int)rows.size(), depth = (int)columns.size(), G = group_of(dtype);
     Packed p = {};
     p.panel_bytes = (long)depth * PANEL * size_of(dtype);

@@ -19,11 +19,16 @@ float logistic(float x) { return 1.f / (1.f + expf(-x)); }
 
 float activate_one(int activation, float x) {
     switch (activation) {
-        case GELU: return 0.5f * x * (1.f + erff(x * 0.70710678f));
-        case GELU_TANH: return 0.5f * x * (1.f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-        case RELU: return x > 0.f ? x : 0.f;
-        case SILU: return x * logistic(x);
-        default: return tanhf(x);
+        case GELU:
+            return 0.5f * x * (1.f + erff(x * 0.70710678f));
+        case GELU_TANH:
+            return 0.5f * x * (1.f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+        case RELU:
+            return x > 0.f ? x : 0.f;
+        case SILU:
+            return x * logistic(x);
+        default:
+            return tanhf(x);
     }
 }
 
@@ -42,7 +47,8 @@ void embed(const Job& job, long first, long last, Scratch& scratch) {
         while (job.offsets[input + 1] <= r) input++;
         const long at = r - job.offsets[input] + s.position_offset;
         if (r + 4 < last)  // the table is far larger than the caches, and its rows come in no order
-            for (int i = 0; i < s.embedding; i += 16) __builtin_prefetch(m.word + (long)job.ids[r + 4] * s.embedding + i);
+            for (int i = 0; i < s.embedding; i += 16)
+                __builtin_prefetch(m.word + (long)job.ids[r + 4] * s.embedding + i);
         const float *word = m.word + (long)job.ids[r] * s.embedding, *position = m.position + at * s.embedding;
         const int width = round_up(s.embedding, PANEL);
         memset(narrow, 0, (size_t)width * 4);
@@ -118,7 +124,8 @@ void route(const Job& job, int layer, int input, Scratch& scratch) {
         const float wanted = lowest + logistic(wish) * (s.H - lowest), share = wanted / s.H;
         job.wanted[cell] = share;
         float mean = 0.f;
-        for (int h = 0; h < s.H; h++) mean += z[h] = dot(w.scorer + (long)h * s.seen, pooled, s.seen) + w.scorer_bias[h];
+        for (int h = 0; h < s.H; h++)
+            mean += z[h] = dot(w.scorer + (long)h * s.seen, pooled, s.seen) + w.scorer_bias[h];
         mean /= s.H;
         for (int h = 0; h < s.H; h++) z[h] -= mean;
         int count = job.counts ? job.counts[cell] : (int)floorf(wanted + 0.5f);
@@ -282,17 +289,22 @@ double peak_rate(int dtype, double seconds) {
 
 // The type of a model is known when it is loaded; here it becomes a constant.
 #if BF_HAS_BF16
-#define BF_BY_TYPE(call)                      \
-    switch (job.m->s.dtype) {                 \
-        case F32: return call(F32);           \
-        case BF16: return call(BF16);         \
-        default: return call(I8);             \
+#define BF_BY_TYPE(call)       \
+    switch (job.m->s.dtype) {  \
+        case F32:              \
+            return call(F32);  \
+        case BF16:             \
+            return call(BF16); \
+        default:               \
+            return call(I8);   \
     }
 #else
-#define BF_BY_TYPE(call)                      \
-    switch (job.m->s.dtype) {                 \
-        case F32: return call(F32);           \
-        default: return call(I8);             \
+#define BF_BY_TYPE(call)      \
+    switch (job.m->s.dtype) { \
+        case F32:             \
+            return call(F32); \
+        default:              \
+            return call(I8);  \
     }
 #endif
 void embed_any(const Job& job, long first, long last, Scratch& scratch) {
@@ -320,8 +332,16 @@ void rows_any(const Job& job, int layer, int input, long first, long last, Scrat
 
 extern const Path BF_JOIN(path_, BF_PATH);
 const Path BF_JOIN(path_, BF_PATH) = {
-    BF_TEXT(BF_PATH), {true, BF_HAS_BF16 != 0, true}, scratch_of, embed_any, route, attend_any, rows_any, finish,
-    gemm_rate,        peak_rate,
+    BF_TEXT(BF_PATH),
+    {true, BF_HAS_BF16 != 0, true},
+    scratch_of,
+    embed_any,
+    route,
+    attend_any,
+    rows_any,
+    finish,
+    gemm_rate,
+    peak_rate,
 };
 
 }  // namespace bf

@@ -84,14 +84,19 @@ BF_PASS void store_activated(const Finished<D>& f, int rows, const float* bias, 
 }
 
 template <int D, class Out>
-BF_INLINE void store_hidden(
-    int activation, const Finished<D>& f, int rows, const float* bias, Out* h, long ld, float* most) {
+BF_INLINE void store_hidden(int activation, const Finished<D>& f, int rows, const float* bias, Out* h, long ld,
+                            float* most) {
     switch (activation) {
-        case GELU: return store_activated<D, GELU>(f, rows, bias, h, ld, most);
-        case GELU_TANH: return store_activated<D, GELU_TANH>(f, rows, bias, h, ld, most);
-        case RELU: return store_activated<D, RELU>(f, rows, bias, h, ld, most);
-        case SILU: return store_activated<D, SILU>(f, rows, bias, h, ld, most);
-        default: return store_activated<D, TANH>(f, rows, bias, h, ld, most);
+        case GELU:
+            return store_activated<D, GELU>(f, rows, bias, h, ld, most);
+        case GELU_TANH:
+            return store_activated<D, GELU_TANH>(f, rows, bias, h, ld, most);
+        case RELU:
+            return store_activated<D, RELU>(f, rows, bias, h, ld, most);
+        case SILU:
+            return store_activated<D, SILU>(f, rows, bias, h, ld, most);
+        default:
+            return store_activated<D, TANH>(f, rows, bias, h, ld, most);
     }
 }
 
@@ -142,8 +147,7 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
         const float* wide = (const float*)job.context + at;
         for (int i = 0; i < rows; i++) mem.hidden_scale[i] = quantise(wide + i * ld, mem.context + i * ld, (int)ld);
         memset(mem.offset, 0, sizeof(int32_t) * (size_t)s.dp);
-        for (int h = 0; h < count; h++)
-            add_offsets(mem.offset, w.sums + (long)heads[h] * s.dp, s.dp);
+        for (int h = 0; h < count; h++) add_offsets(mem.offset, w.sums + (long)heads[h] * s.dp, s.dp);
         context = mem.context;
     } else {
         context = (const typename Tag<D>::In*)job.context + at;
@@ -160,9 +164,8 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
 
 // out = y + feed-forward over the chosen blocks. ranges: runs of chosen neurons, (first, past the last) each.
 template <int D>
-static void feed_forward(
-    const Spec& s, const Layer& layer, int rows, const int32_t* ranges, int count, const float* y,
-    const typename Tag<D>::In* typed, float* out, RowsMemory<D>& mem) {
+static void feed_forward(const Spec& s, const Layer& layer, int rows, const int32_t* ranges, int count, const float* y,
+                         const typename Tag<D>::In* typed, float* out, RowsMemory<D>& mem) {
     using In = typename Tag<D>::In;
     long width = 0;
     for (int r = 0; r < count; r++) width += ranges[2 * r + 1] - ranges[2 * r];
@@ -178,7 +181,8 @@ static void feed_forward(
             }
             gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile, PANEL, w.panel_bytes);
             Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, mem.typed_scale};
-            if constexpr (D == I8) store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width, mem.most);
+            if constexpr (D == I8)
+                store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width, mem.most);
             else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width, nullptr);
         }
     const Packed& w = layer.down;
@@ -229,7 +233,8 @@ static void rows(const Job& job, int layer_number, int input, long first, long l
         do {
             r = job.offsets[b + 1] < last ? job.offsets[b + 1] : last;
             if (r == job.offsets[b + 1]) b++;
-        } while (r < last && same(job.heads + owner * s.H, job.heads_count[owner], job.heads + b * s.H, job.heads_count[b]));
+        } while (r < last &&
+                 same(job.heads + owner * s.H, job.heads_count[owner], job.heads + b * s.H, job.heads_count[b]));
         project<D>(job, layer, (int)owner, at, (int)(r - at), mem.y + (at - first) * s.dp, mem);
     }
     for (int i = 0; i < total; i++) {

@@ -153,8 +153,8 @@ BF_INLINE vf gelu(vf x) {
     vf half = x * 0.5f;
     return half * erf + half;
 }
-// The same where the result is rounded to bf16 or int8 at once: x (1/2 + x P(x^2)), P fitted for the least largest error
-// of the result on [-4.3, 4.3] and held at its ends beyond; absolute error below 6e-5, and no division.
+// The same where the result is rounded to bf16 or int8 at once: x (1/2 + x P(x^2)), P fitted for the least largest
+// error of the result on [-4.3, 4.3] and held at its ends beyond; absolute error below 6e-5, and no division.
 BF_INLINE vf gelu_rough(vf x) {
     vf z = vmin(vmax(x, set1(-4.3f)), set1(4.3f));
     vf q = z * z;
@@ -213,9 +213,7 @@ struct Tag<BF16> {
         return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)_mm512_loadu_si512(b));
     }
 };
-BF_INLINE void store_as(uint16_t* p, vf v) {
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
-}
+BF_INLINE void store_as(uint16_t* p, vf v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 BF_INLINE vi bf16_bits(vf v) { return (vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 #else
 #define BF_HAS_BF16 0
