@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,6 @@ def random_weights(
     return Weights(encoder, routing, names, problem_type, pooling, head_hidden, tensors)
 
 
-def with_tensors(weights: Weights, **changed: np.ndarray) -> Weights:
-    """The same model with other tensors; dots in a name are written as two underlines."""
-    return replace(weights, tensors={**weights.tensors, **{k.replace("__", "."): v for k, v in changed.items()}})
-
-
 def random_batch(weights: Weights, lengths: list[int], seed: int = 0, *, types: bool = True) -> Packed:
     """Random ids, and random types where the model has several."""
     rng = np.random.default_rng(seed)
@@ -90,17 +84,9 @@ def part_of(output: Output, batch: Packed, place: int) -> list[np.ndarray]:
 
 
 @lru_cache(maxsize=256)
-def _loaded(key: int, dtype: str, name: str, threads: int) -> NativePath:
-    return NativePath(_MODELS[key], dtype, name, threads=threads)
-
-
-_MODELS: dict[int, Weights] = {}
-
-
 def loaded(weights: Weights, dtype: str, name: str, threads: int = 1) -> NativePath:
     """A model in the kernels, packed once for all tests that ask again."""
-    _MODELS[id(weights)] = weights
-    return _loaded(id(weights), dtype, name, threads)
+    return NativePath(weights, dtype, name, threads=threads)
 
 
 def in_python(code: str, *arguments: Any, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,10 +14,12 @@ import pytest
 import tiny
 from budgetformer import cli
 from budgetformer.cli import verbs
+from budgetformer.config import DTYPES
+from budgetformer.engine import native
 
 PYTHON = sys.executable
 HEAVY = ("torch", "transformers", "pyarrow", "sklearn", "matplotlib", "datasets", "yaml")
-VERBS = ("train", "evaluate", "predict", "inspect", "convert", "env")
+VERBS = ("train", "evaluate", "predict", "inspect", "tune", "convert", "env")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,8 @@ def process(*arguments, **options):
 
 
 def one_line(err):
-    lines = err.splitlines()
+    """The error, alone but for the note on what computes."""
+    lines = [line for line in err.splitlines() if not line.startswith("engine: ")]
     assert len(lines) == 1, err
     assert lines[0].startswith("budgetformer: ")
     return lines[0]
@@ -142,6 +146,15 @@ TRAIN = ("train", "--data", "demo", "--output-dir", "none")
         (["inspect", "--model", "m"], "text is missing"),
         (["convert", "--from", "a/b/c", "--output-dir", "none"], "no such folder"),
         (["convert", "--output-dir", "none"], "--from"),
+        (["convert", "--from", "a", "--output-dir", "none", "--dtype", "int8"], "give --check FILE"),
+        (["convert", "--from", "a", "--output-dir", "none", "--check", "b.csv"], "give --dtype"),
+        (["tune", "--model", "m", "--data", "a.csv"], "neither is given"),
+        (["tune", "--model", "m", "--data", "a.csv", "--max-ms-per-text", "1", "--max-accuracy-loss", "0"], "both are"),
+        (["predict", "--model", "m", "--dtype", "int4", "text"], "--dtype is 'int4'"),
+        (["predict", "--model", "m", "--path", "avx", "text"], "did you mean 'avx2'"),
+        (["predict", "--model", "m", "--resume", "text"], "give --output FILE"),
+        (["predict", "--model", "m", "--resume", "--input", "-", "--output", "o.csv"], "stdin cannot be read again"),
+        (["predict", "--model", "m", "--resume", "--output", "o.parquet", "text"], "give --format jsonl or csv"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(run, arguments, says):
@@ -175,8 +188,22 @@ def test_env(run):
     found = json.loads(out)
     assert found["torch"][0].isdigit()
     assert found["threads"] >= 1
-    assert found["cores"] >= 1
-    assert "threads" in run("env")[1]
+    assert found["cores"] >= found["physical_cores"] >= 1
+    assert found["engine_paths"] == {
+        **{path: [dtype for dtype in DTYPES if native.has(path, dtype)] for path in native.paths()},
+        "torch": ["fp32", "bf16"],
+    }
+    assert found["engine_library"].startswith("none: ") != bool(native.paths())
+    text = run("env")[1]
+    assert "threads" in text
+    assert "torch (fp32 bf16)" in text
+
+
+def test_env_says_why_there_is_no_library(tmp_path):
+    done = process("env", "--json", env={**os.environ, "BUDGETFORMER_LIBRARY": str(tmp_path / "none.so")})
+    found = json.loads(done.stdout)
+    assert list(found["engine_paths"]) == ["torch"]
+    assert "none.so is not installed" in found["engine_library"]
 
 
 # Model folders
@@ -221,6 +248,7 @@ def test_predict_keeps_rows_order_ids_and_errors(run, tmp_path, folder):
             assert list(row["scores"]) == tiny.LABELS
             assert sum(row["scores"].values()) == pytest.approx(1, abs=1e-5)
             assert row["heads_used"] == round(15 * row["budget"])
+    assert err.startswith("engine: ")
     assert "columns text=text, id=id" in err
     assert "1 of 5 texts were longer than 23 tokens" in err
     assert "2 of 5 rows have an error" in err
@@ -288,7 +316,7 @@ def test_windows_join_to_one_numbered_answer(run, tmp_path, folder, monkeypatch)
     (tmp_path / "in.csv").write_text("text\n" + "card\n" * 11)
     whole = run("predict", "--model", folder, "--input", tmp_path / "in.csv")
     monkeypatch.setattr(verbs, "WINDOW", 2)
-    parts = run("predict", "--model", folder, "--input", tmp_path / "in.csv", "--batch-size", "2")
+    parts = run("predict", "--model", folder, "--input", tmp_path / "in.csv", "--batch-tokens", "7")
     assert [json.loads(line)["id"] for line in parts[1].splitlines()] == [str(n) for n in range(1, 12)]
     assert parts == whole
 
@@ -344,7 +372,7 @@ def test_a_failed_run_leaves_the_old_output_alone(run, tmp_path, folder):
     out = tmp_path / "out.jsonl"
     code, _, _ = run("predict", "--model", folder, "--input", tmp_path / "in.csv", "--output", out, "--overwrite")
     assert (code, out.read_text()) == (3, "old")
-    assert not list(tmp_path.glob(".*.part"))
+    assert not list(tmp_path.glob(".*"))
 
 
 # Disks, pipes and signals
@@ -365,7 +393,7 @@ def test_a_disk_that_cannot_be_written_is_one_line_and_exit_1(run, tmp_path, fol
     def refuse(*arguments, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "out.jsonl"))
 
-    monkeypatch.setattr("budgetformer.outputs.Path.touch", refuse)
+    monkeypatch.setattr("budgetformer.cli.partial.Path.open", refuse)
     code, _, err = run("predict", "--model", folder, "--output", tmp_path / "out.jsonl", "card")
     assert code == 1
     assert "out.jsonl: Permission denied" in one_line(err)
@@ -384,19 +412,33 @@ def test_a_reader_that_goes_away_is_no_noise(tmp_path, folder):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_have_their_exit_codes_and_leave_nothing_behind(tmp_path, folder, number, code):
-    source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
-    source.write_text("text\n" + "card\n" * 50_000)
+def test_signals_have_their_exit_codes_and_keep_what_was_answered(tmp_path, folder, number, code):
+    source, output, partial = (tmp_path / name for name in ("in.csv", "out.jsonl", ".out.jsonl.partial"))
+    source.write_text("text\n" + "card\n" * 200_000)
     command = [PYTHON, "-m", "budgetformer", "predict", "--model", folder, "--input", source, "--output", output]
-    with subprocess.Popen([*command, "--batch-size", "1"], stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen([*command, "--path", "plain"], stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
-        # The note about columns says that work has begun.
-        assert "columns" in running.stderr.readline()
+        while not (partial.exists() and partial.stat().st_size):
+            assert running.poll() is None
+            time.sleep(0.01)
         running.send_signal(number)
-        rest = running.stderr.read()
+        rest = running.stderr.read().splitlines()[2:]
     assert running.returncode == code
-    assert one_line(rest).endswith(f"stopped by {number.name}")
-    assert list(tmp_path.iterdir()) == [source]
+    assert not output.exists()
+    kept = [json.loads(line)["id"] for line in partial.read_text().splitlines()]
+    assert kept == [str(i + 1) for i in range(len(kept))]
+    assert len(rest) == 1
+    assert f"stopped by {number.name}; {len(kept):,} answers are kept in {partial}; the same command with" in rest[0]
+
+
+def test_a_signal_before_the_first_answer_leaves_nothing_behind(run, tmp_path, folder, monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("budgetformer.predict.Predictor.predict", stop)
+    code, _, err = run("predict", "--model", folder, "--output", tmp_path / "out.csv", "--quiet", "card")
+    assert (code, one_line(err)) == (130, "budgetformer: stopped by SIGINT")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
@@ -542,13 +584,16 @@ def test_a_failed_convert_costs_nothing(run, tmp_path, dense, folder):
 
 
 def test_writers_take_no_rows(tmp_path):
-    from budgetformer.cli.writers import open_writer
+    from budgetformer.cli import partial, writers
 
-    for name in ("jsonl", "csv", "parquet"):
-        with open_writer(str(tmp_path / f"a.{name}"), name) as write:
+    for name in ("jsonl", "csv"):
+        with partial.open_partial(str(tmp_path / f"a.{name}"), name, None, window=2, resume=False, echo=print) as (write, _):
             write([])
+    with writers.open_parquet(str(tmp_path / "a.parquet")) as write:
+        write([])
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 0
     assert list(csv.DictReader(io.StringIO((tmp_path / "a.csv").read_text()))) == []
+    assert (tmp_path / "a.jsonl").read_bytes() == b""
 
 
 def test_the_script_and_the_module_are_installed():

@@ -32,7 +32,7 @@ def fp32_paths(weights: Weights) -> dict[str, Any]:
 
 
 def training_path(weights: Weights, batch: Packed, *, learning: bool = False, **options: Any) -> Output:
-    """The Hugging Face model with the same weights, on a padded batch. learning: as in training, every head computed."""
+    """The Hugging Face model with the same weights, on a padded batch. learning: every head, as in training."""
     import torch
 
     model = hf_model(weights)
@@ -470,7 +470,7 @@ def test_what_was_not_chosen_changes_nothing(path, dtype, head):
         assert_same_bits(part_of(found, batch, i), part_of(expected, batch, i), f"for input {i}")
 
 
-# ------------------------------------------------------------------------------- numbers of fewer bits, and a real model
+# ------------------------------------------------------------------------------ numbers of fewer bits, and a real model
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -614,7 +614,7 @@ def test_int8_is_as_near_as_torch_is(real_weights, questions, share, monkeypatch
         if id(weight) not in quantised:
             return plain(x, weight, bias)
         calls += 1
-        low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+        low, high = min(float(x.detach().min()), 0.0), max(float(x.detach().max()), 0.0)
         step = (high - low) / 255
         zero = round(-low / step)
         x = (((x / step).round() + zero).clamp(0, 255) - zero) * step

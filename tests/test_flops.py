@@ -1,5 +1,6 @@
 """The formulas against torch's own count of a whole model: attention, router, rest."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,3 +95,14 @@ def test_work_by_hand():
     assert work.attention_dense.tolist() == [40.0]
     assert work.router.tolist() == [2 * (2 * 5 + 5 + 2 * 2)]
     assert work.rest.tolist() == [4 * 2 * 3 + 2 * 2 * 7]
+
+
+def test_numpy_counts_what_torch_counts():
+    config, budgets = encoder_config(embedding_size=17), BudgetConfig(router_hidden=13)
+    tokens, heads = torch.tensor([1, 11, 31]), torch.tensor([[1, 2, 3], [7, 7, 7], [0, 5, 1]])
+    options = {"labels": LABELS, "dense_head": True}
+    one = flops.work(tokens, heads, config, budgets, **options)
+    other = flops.work(tokens.numpy(), heads.numpy().astype(np.uint8), config, budgets, **options)
+    for name in ("attention", "attention_dense", "router", "rest", "total", "total_dense"):
+        assert getattr(other, name).dtype == np.float64
+        assert getattr(other, name).tolist() == getattr(one, name).tolist(), name

@@ -11,8 +11,11 @@ import budgetformer
 
 HOME = Path(budgetformer.__file__).parent
 CORE = ("config", "errors", "schedule", "estimators", "router", "reference", "attention", "encoder", "losses", "flops")
-ALLOWED = {"torch", "jaxtyping"}
-WITHOUT_TORCH = ("config", "errors", "schedule")
+ALLOWED = {"torch", "jaxtyping", "numpy"}
+WITHOUT_TORCH = ("config", "errors", "schedule", "flops")
+# What the engine stands on; torch and the core's modules in torch are there for its path on torch alone.
+ENGINE = ("config", "errors", "folder", "tokens", "outputs")
+ON_TORCH = ("encoder", "router", "schedule")
 
 
 def imports(path: Path) -> set[str]:
@@ -38,6 +41,25 @@ def test_the_core_imports_the_core_alone(name):
             assert rest in CORE, f"{name}.py imports {module}, which is no part of the core"
         else:
             assert top in sys.stdlib_module_names or top in ALLOWED, f"{name}.py imports {module}"
+
+
+@pytest.mark.parametrize("path", sorted((HOME / "engine").rglob("*.py")), ids=lambda path: path.name)
+def test_the_engine_imports_neither_training_nor_transformers(path):
+    on_torch = path.name == "torch_path.py"
+    for module in imports(path):
+        top, _, rest = module.partition(".")
+        if top == "budgetformer":
+            # Types alone may be named in the lazy __init__; all else is the engine's own, or below it.
+            known = rest.split(".")[0] == "engine" or rest in ENGINE or (on_torch and rest in ON_TORCH)
+            assert known, f"{path.name} imports {module}"
+        else:
+            allowed = {"numpy", "tokenizers"} | ({"torch"} if on_torch else set())
+            assert top in sys.stdlib_module_names or top in allowed, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_does_not_know_the_engine(name):
+    assert not any("engine" in module for module in imports(HOME / f"{name}.py"))
 
 
 def test_the_reader_of_imports_sees_both_forms(tmp_path):

@@ -6,11 +6,19 @@ import pytest
 
 from budgetformer import settings
 from budgetformer.config import ESTIMATORS
+from budgetformer.engine import engine, native
 from budgetformer.errors import UsageError
-from budgetformer.settings import ConvertSettings, EvaluateSettings, InspectSettings, PredictSettings, TrainSettings
+from budgetformer.settings import (
+    ConvertSettings,
+    EvaluateSettings,
+    InspectSettings,
+    PredictSettings,
+    TrainSettings,
+    TuneSettings,
+)
 from budgetformer.settings.rules import Checked, flag_of
 
-CLASSES = [TrainSettings, EvaluateSettings, PredictSettings, InspectSettings, ConvertSettings]
+CLASSES = [TrainSettings, EvaluateSettings, PredictSettings, InspectSettings, TuneSettings, ConvertSettings]
 GIVEN = {"data": "demo", "output_dir": "out"}
 
 
@@ -160,6 +168,22 @@ def test_a_variable_one_letter_off_is_an_error_and_a_stranger_is_not():
         resolve(environ={"BUDGETFORMER_EPOCH": "3"})
     # A setting of another command, and something of another program.
     resolve(environ={"BUDGETFORMER_INPUT": "x", "BUDGETFORMER_KERNELS": "plain", "EPOCH": "3"})
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_variables_of_the_build_and_the_library_are_no_misspelt_settings(cls):
+    given = {"model": "m", "data": "demo", "output_dir": "out", "source": "demo", "text": "x", "max_ms_per_text": "1"}
+    flags = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
+    names = ("BUDGETFORMER_LIBRARY", "BUDGETFORMER_BUILD")
+    settings.resolve(cls, flags, None, dict.fromkeys(names, "x"))
+
+
+def test_paths_and_types_are_the_engines():
+    for cls in (PredictSettings, EvaluateSettings, InspectSettings, TuneSettings):
+        rules = {field.name: field.metadata["rule"] for field in dataclasses.fields(cls)}
+        assert rules["path"].choices == engine.PATHS
+        assert rules["dtype"].choices == ("auto", *native.DTYPES)
+        assert "batch_size" not in rules
 
 
 @pytest.mark.parametrize(

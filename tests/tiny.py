@@ -30,11 +30,12 @@ def tokenizer():
     )
 
 
-def make_folder(path: Path, *, multi_label: bool = False) -> Path:
-    """3 layers of 5 heads, width 35, 23 positions, three labels."""
+def make_folder(path: Path, *, multi_label: bool = False, routed: bool = False) -> Path:
+    """3 layers of 5 heads, width 35, 23 positions, three labels; dense, or with routers that differ from text to text."""
     import torch
 
     from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
+    from core_helpers import stir
 
     words = tokenizer()
     config = BudgetFormerConfig(
@@ -48,8 +49,10 @@ def make_folder(path: Path, *, multi_label: bool = False) -> Path:
         id2label=dict(enumerate(LABELS)),
         label2id={name: i for i, name in enumerate(LABELS)},
         problem_type="multi_label_classification" if multi_label else "single_label_classification",
+        budget={"target": 0.4 if routed else 1.0},
     )
     torch.manual_seed(7)
-    BudgetFormerForSequenceClassification(config).save_pretrained(path)
+    model = BudgetFormerForSequenceClassification(config)
+    (stir(model) if routed else model).save_pretrained(path)
     words.save_pretrained(path)
     return path

@@ -11,6 +11,10 @@ NORMS = ("post", "pre")
 POOLINGS = ("mean", "first")
 ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
+# Numbers and paths of the engine; the kernels count the types in this order.
+DTYPES = ("fp32", "bf16", "int8")
+PATHS = ("auto", "avx512_bf16", "avx512", "avx2", "plain", "torch")
+BATCH_TOKENS = 4096  # tokens computed together: enough to fill the threads, little memory
 
 
 def _need(holds: bool, owner: str, name: str, value: Any, rule: str) -> None:

@@ -1,4 +1,4 @@
-"""Where something ran: versions, processor, threads. For bug reports and beside every measured number."""
+"""Where something ran: versions, processor, threads, engine. For bug reports and beside every measured number."""
 
 import os
 import platform
@@ -10,8 +10,14 @@ PACKAGES = ("budgetformer", "torch", "transformers", "tokenizers", "accelerate",
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what computes, the processor and what torch makes of it; None for a package that is not installed."""
+    """Versions of what computes, the processor, and what torch and the engine make of it; None for what is not there.
+
+    engine_library: its path, or why there is none. engine_paths: the engine's paths on this processor, the best first,
+    with the types that each computes in.
+    """
     import torch
+
+    from budgetformer.engine.engine import physical_cores
 
     return {
         "python": platform.python_version(),
@@ -20,9 +26,24 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "physical_cores": physical_cores(),
         "threads": torch.get_num_threads(),
+        **_engine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _engine() -> dict[str, Any]:
+    from budgetformer.engine import native
+    from budgetformer.engine.torch_path import DTYPES
+
+    try:
+        native.library()
+        library = str(native.library_path())
+    except native.NoLibrary as error:
+        library = f"none: {error}"
+    paths = {path: [dtype for dtype in native.DTYPES if native.has(path, dtype)] for path in native.paths()}
+    return {"engine_library": library, "engine_paths": {**paths, "torch": list(DTYPES)}}
 
 
 def _version(name: str) -> str | None:

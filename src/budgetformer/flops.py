@@ -1,13 +1,14 @@
 """Counted work: the floating-point operations of an input, at its own length, for the heads that ran.
 
 A multiply-add counts as two. Norms, softmax, activations and biases are left out, as torch's `FlopCounterMode` does,
-which the tests check these formulas against.
+which the tests check these formulas against. Numbers of tokens and heads are torch tensors (the count then has a
+gradient) or numpy arrays, and so is what comes of them; torch itself is not loaded here.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from budgetformer.config import BudgetConfig, EncoderConfig
 
@@ -16,31 +17,35 @@ from budgetformer.config import BudgetConfig, EncoderConfig
 class Work:
     """Operations of each input of a batch, (batch,), float64. `*_dense` is the same input with every head on."""
 
-    attention: Tensor
-    attention_dense: Tensor
-    router: Tensor
-    rest: Tensor
+    attention: Any
+    attention_dense: Any
+    router: Any
+    rest: Any
 
     @property
-    def total(self) -> Tensor:
+    def total(self) -> Any:
         """All that ran, router included."""
         return self.attention + self.router + self.rest
 
     @property
-    def total_dense(self) -> Tensor:
+    def total_dense(self) -> Any:
         """The dense twin, which has no router."""
         return self.attention_dense + self.rest
 
 
-def head(tokens: Tensor, config: EncoderConfig) -> Tensor:
+def _exact(numbers: Any) -> Any:
+    return numbers.astype(np.float64) if isinstance(numbers, np.ndarray) else numbers.double()
+
+
+def head(tokens: Any, config: EncoderConfig) -> Any:
     """One head over `tokens` tokens: its rows of W_Q, W_K, W_V, its scores and average, its columns of W_O."""
-    n, d, size = tokens.double(), config.hidden_size, config.head_size
+    n, d, size = _exact(tokens), config.hidden_size, config.head_size
     return 8 * n * d * size + 4 * n * n * size
 
 
-def feed_forward(tokens: Tensor, config: EncoderConfig) -> Tensor:
+def feed_forward(tokens: Any, config: EncoderConfig) -> Any:
     """One feed-forward sublayer."""
-    return 4 * tokens.double() * config.hidden_size * config.intermediate_size
+    return 4 * _exact(tokens) * config.hidden_size * config.intermediate_size
 
 
 def router(config: EncoderConfig, budget: BudgetConfig) -> int:
@@ -50,8 +55,8 @@ def router(config: EncoderConfig, budget: BudgetConfig) -> int:
 
 
 def work(
-    tokens: Tensor,
-    heads: Tensor,
+    tokens: Any,
+    heads: Any,
     config: EncoderConfig,
     budget: BudgetConfig,
     *,
@@ -66,10 +71,10 @@ def work(
     if dense_head:
         rest = rest + 2 * width * width
     if config.embedding_size not in (None, width):
-        rest = rest + 2 * tokens.double() * config.embedding_size * width
+        rest = rest + 2 * _exact(tokens) * config.embedding_size * width
     return Work(
-        attention=per_head * heads.double().sum(1),
+        attention=per_head * _exact(heads).sum(1),
         attention_dense=per_head * float(config.num_heads * config.num_layers),
-        router=torch.full_like(per_head, float(config.num_layers * router(config, budget)) if routed else 0.0),
+        router=0 * per_head + (config.num_layers * router(config, budget) if routed else 0),
         rest=rest,
     )

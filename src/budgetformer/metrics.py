@@ -1,4 +1,7 @@
-"""What a model is worth and what it costs on labelled texts: scores, heads that ran, counted FLOPs, time, memory."""
+"""What a model is worth and what it costs on labelled texts: scores, heads that ran, counted FLOPs, time, memory.
+
+Of a model in torch, as training has it; `evaluate.py` asks the engine and takes the numbers from here.
+"""
 
 import ctypes
 import gc
@@ -84,7 +87,7 @@ def evaluate(
     if details:
         names = [config.id2label[i] for i in range(config.num_labels)]
         result |= distributions(answers, labels, names)
-        result |= soft_hard_gap(model, encoded, answers, labels, batch_size=batch_size)
+        result |= soft_hard_gap(model, encoded, answers.logits, labels, batch_size=batch_size)
     return result
 
 
@@ -122,8 +125,11 @@ def work(tokens: Tensor, heads: Tensor, config: Any) -> flops.Work:
 
 def costs(answers: Predictions, config: Any) -> dict[str, float]:
     """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
-    heads = answers.gates.sum(-1)
-    done = work(answers.tokens, heads, config)
+    return costs_of(answers, work(answers.tokens, answers.gates.sum(-1), config))
+
+
+def costs_of(answers: Predictions, done: flops.Work) -> dict[str, float]:
+    """The same, once the work is counted."""
     share = answers.gates.mean((1, 2))
     return {
         "head_share": float(share.mean()),
@@ -158,9 +164,9 @@ def _rounded(values: Tensor) -> list:
 
 
 def soft_hard_gap(
-    model: Any, encoded: Encoded, answers: Predictions, labels: Sequence[Any], *, batch_size: int
+    model: Any, encoded: Encoded, used: Tensor, labels: Sequence[Any], *, batch_size: int
 ) -> dict[str, float]:
-    """How far the function training ends with is from the one used.
+    """How far the function training ends with is from the one used, whose logits are `used` (rows, labels).
 
     The routers alone are put in training mode, at the end of the schedule: the same gates as in the last training
     steps, without dropout. soft_hard_gap: accuracy with those gates minus accuracy in use. soft_hard_disagreement:
@@ -174,9 +180,9 @@ def soft_hard_gap(
         soft = predict(model, encoded, batch_size=batch_size).logits
     finally:
         model.eval()
-    before, after = scores(soft, labels)["accuracy"], scores(answers.logits, labels)["accuracy"]
+    before, after = scores(soft, labels)["accuracy"], scores(used, labels)["accuracy"]
     several = isinstance(labels[0], list | np.ndarray)
-    changed = ((soft > 0) != (answers.logits > 0)).any(-1) if several else soft.argmax(-1) != answers.logits.argmax(-1)
+    changed = ((soft > 0) != (used > 0)).any(-1) if several else soft.argmax(-1) != used.argmax(-1)
     return {"soft_hard_gap": before - after, "soft_hard_disagreement": float(changed.float().mean())}
 
 

@@ -1,21 +1,23 @@
-"""Rows to answers with a trained model: in batches sorted by length, in the order they came, an error for a bad row."""
+"""Rows to answers with an engine: in batches without padding, in the order they came, an error for a bad row."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from budgetformer import flops
+from budgetformer.engine.budgets import shares
+from budgetformer.engine.engine import Engine
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
 from budgetformer.folder import check_model_folder
-from budgetformer.tokens import Tokens, longest_input, tokenise
+from budgetformer.tokens import Tokens, tokenise
 
 if TYPE_CHECKING:
     from budgetformer.data import Rows
     from budgetformer.hf import BudgetFormerForSequenceClassification
     from budgetformer.report.picture import Inspection
-
-MULTI_LABEL = "multi_label_classification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,40 +46,37 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """A loaded model with how it is to be used. `budget` None: the share that the model learned, for each text."""
+    """A loaded engine with how it is to be used. `budget` None: the share that the model learned, for each text.
 
-    model: "BudgetFormerForSequenceClassification"
-    tokenizer: Any
-    max_length: int
+    Raises UsageError for a budget outside (0, 1].
+    """
+
+    engine: Engine
     budget: float | None = None
-    batch_size: int = 32
     label_separator: str = "|"
     top: int | None = None  # how many classes to give the scores of, the most probable first; None: all, in order
 
+    def __post_init__(self) -> None:
+        """Refuse here what would otherwise be an error of every row."""
+        if self.budget is not None:
+            shares(self.budget, 1)
+
     @classmethod
-    def load(cls, folder: str | Path, *, max_length: int | None = None, **options: Any) -> "Predictor":
-        """Load a model folder.
-
-        Raises:
-            ModelFolderError: incomplete, damaged or hostile.
-            UsageError: `max_length` is more than the model has positions.
-        """
-        model, tokenizer = load_model(folder)
-        return cls(
-            model=model, tokenizer=tokenizer, max_length=longest_input(model.config, tokenizer, max_length), **options
-        )
-
-    @property
-    def labels(self) -> list[str]:
-        """The names of the classes in the model's order."""
-        names: Any = self.model.config.id2label
-        return [names[number] for number in sorted(names)]
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        budget: float | None = None,
+        label_separator: str = "|",
+        top: int | None = None,
+        **options: Any,
+    ) -> "Predictor":
+        """Load a model folder; options (dtype, path, threads, max_length, batch_tokens) and errors as `Engine.load`."""
+        engine = Engine.load(folder, **options)
+        return cls(engine=engine, budget=budget, label_separator=label_separator, top=top)
 
     def predict(self, rows: "Rows", *, first_number: int = 1) -> list[Answer]:
-        """An answer for each row, in order. Rows are named by their id, or by their number where there are no ids.
-
-        Batches are formed of texts of like length among all the rows given, which so should be many times a batch.
-        """
+        """An answer for each row, in order. Rows are named by their id, or by their number where there are no ids."""
         ids = rows.ids or [str(number) for number in range(first_number, first_number + len(rows))]
         bad = iter(rows.bad)
         answers: dict[int, Answer] = {}
@@ -89,23 +88,23 @@ class Predictor:
                 wanted.append(place)
         texts = [rows.texts[place] or "" for place in wanted]
         pairs = None if rows.pairs is None else [rows.pairs[place] or "" for place in wanted]
-        ready: list[tuple[int, Tokens]] = []
+        places: list[int] = []
+        ready: list[Tokens] = []
         for place, tokens in zip(wanted, self._tokenise(texts, pairs), strict=True):
             if isinstance(tokens, str):
                 answers[place] = Answer(id=ids[place], error=tokens)
             else:
-                ready.append((place, tokens))
-        ready.sort(key=lambda item: len(item[1]))
-        for start in range(0, len(ready), self.batch_size):
-            batch = ready[start : start + self.batch_size]
-            for (place, _), answer in zip(batch, self._answer([tokens for _, tokens in batch]), strict=True):
+                places.append(place)
+                ready.append(tokens)
+        for first, last in self.engine.batches(ready):
+            for place, answer in zip(places[first:last], self._answer(ready[first:last]), strict=True):
                 answers[place] = Answer(id=ids[place], **answer)
         return [answers[place] for place in range(len(rows))]
 
     def _tokenise(self, texts: Sequence[str], pairs: Sequence[str] | None) -> "list[Tokens | str]":
         """The tokens of each text, or what is wrong with it. No message of a tokenizer is passed on: it may quote."""
         try:
-            tokens = tokenise(self.tokenizer, texts, pairs, max_length=self.max_length)
+            tokens = tokenise(self.engine.tokenizer, texts, pairs, max_length=self.engine.max_length)
         except BudgetFormerError:
             raise
         except (TypeError, ValueError) as error:
@@ -117,46 +116,37 @@ class Predictor:
 
     def _answer(self, batch: list[Tokens]) -> list[dict[str, Any]]:
         """The fields of each answer; when a batch fails its rows are tried one by one."""
-        import torch
-
         try:
-            with torch.inference_mode():
-                output = self._run(batch)
-        except BudgetFormerError:
-            raise
-        except (RuntimeError, IndexError, MemoryError) as error:
+            answers = self.engine.answer(batch, budget=self.budget)
+        except (BudgetFormerError, RuntimeError, IndexError, MemoryError) as error:
             if len(batch) == 1:
-                return [{"error": f"the model failed ({type(error).__name__})"}]
+                # Ours says what is wrong with the row; what other libraries say may quote it.
+                reason = str(error) if isinstance(error, BudgetFormerError) else type(error).__name__
+                return [{"error": f"the model failed ({reason})", "truncated": batch[0].truncated}]
             return [self._answer([tokens])[0] for tokens in batch]
-        chances = probabilities(output.logits.float(), self.model.config.problem_type).tolist()
-        heads = output.gates.sum((1, 2)).tolist()
-        shares = output.head_share.tolist()
+        columns = (
+            np.isfinite(answers.probabilities.sum(1)).tolist(),
+            answers.probabilities,
+            answers.output.gates.sum((1, 2)).tolist(),
+            answers.head_share.round(4).tolist(),
+            batch,
+        )
         return [
-            {**self._say(chance), "heads_used": int(used), "budget": round(share, 4), "truncated": tokens.truncated}
-            if all(map(math.isfinite, chance))
+            {**self._say(chances), "heads_used": heads, "budget": share, "truncated": tokens.truncated}
+            if finite
             else {"error": "the model's answer is not a finite number", "truncated": tokens.truncated}
-            for chance, used, share, tokens in zip(chances, heads, shares, batch, strict=True)
+            for finite, chances, heads, share, tokens in zip(*columns, strict=True)
         ]
 
-    def _run(self, batch: list[Tokens]) -> Any:
-        from budgetformer.text import collator
-
-        tensors = collator(self.tokenizer.pad_token_id or 0)([tokens.item() for tokens in batch])
-        return self.model(**tensors, budget=self.budget)
-
-    def _say(self, chances: list[float]) -> dict[str, Any]:
-        labels = self.labels
-        best = max(range(len(chances)), key=chances.__getitem__)
+    def _say(self, chances: np.ndarray) -> dict[str, Any]:
+        """Label and scores from the probabilities (class,); chosen before they are rounded."""
+        labels, best = self.engine.labels, int(chances.argmax())
         label = labels[best]
-        if self.model.config.problem_type == MULTI_LABEL:
-            label = self.label_separator.join(
-                name for name, chance in zip(labels, chances, strict=True) if chance >= 0.5
-            )
-        shown = range(len(chances))
-        if self.top is not None:
-            shown = sorted(shown, key=chances.__getitem__, reverse=True)[: self.top]
-        scores = {labels[i]: round(chances[i], 6) for i in shown}
-        return {"label": label, "score": round(chances[best], 6), "scores": scores}
+        if self.engine.multi_label:
+            label = self.label_separator.join(labels[i] for i in (chances >= 0.5).nonzero()[0])
+        shown = range(len(labels)) if self.top is None else np.argsort(-chances, kind="stable")[: self.top].tolist()
+        rounded = chances.astype(np.float64).round(6).tolist()
+        return {"label": label, "score": rounded[best], "scores": {labels[i]: rounded[i] for i in shown}}
 
     def inspect(self, text: str, pair: str | None = None) -> "Inspection":
         """What the model does with one text: budget and heads of every layer, and the probabilities.
@@ -164,34 +154,40 @@ class Predictor:
         Raises:
             UsageError: the tokenizer cannot read the text.
         """
-        import torch
-
-        from budgetformer.metrics import work
         from budgetformer.report.picture import Inspection
 
         (tokens,) = self._tokenise([text], None if pair is None else [pair])
         if isinstance(tokens, str):
             raise UsageError(f"text: {tokens}")
-        with torch.inference_mode():
-            output = self._run([tokens])
-        config = self.model.config
-        done = work(torch.tensor([len(tokens)]), output.gates.sum(2), config)
+        answers = self.engine.answer([tokens], budget=self.budget)
+        gates = answers.output.gates
+        done = counted(self.engine, np.array([len(tokens)]), gates)
+        named = self.budget if self.budget is not None else self.engine.budget
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",
             tokens=len(tokens),
-            labels=self.labels,
-            probabilities=probabilities(output.logits.float(), config.problem_type)[0].tolist(),
+            labels=self.engine.labels,
+            probabilities=answers.probabilities[0].tolist(),
             # A named budget is not the controllers' wish: then what each layer was given is its budget.
-            wanted=(output.wanted[0] if self.budget is None else output.gates[0].mean(-1)).tolist(),
-            gates=output.gates[0].int().tolist(),
-            head_share=float(output.head_share[0]),
+            wanted=(answers.output.wanted[0] if named is None else gates[0].mean(-1)).tolist(),
+            gates=gates[0].tolist(),
+            head_share=float(answers.head_share[0]),
             flops_share=float(done.total[0] / done.total_dense[0]),
         )
 
 
-def probabilities(logits: Any, problem_type: str | None) -> Any:
-    """Probabilities (batch, labels): of each class by itself in a multi-label model, else over the classes."""
-    return logits.sigmoid() if problem_type == MULTI_LABEL else logits.softmax(-1)
+def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray) -> flops.Work:
+    """Operations of inputs of `tokens` (batch,) tokens when the heads in `gates` (batch, layer, head) ran."""
+    weights = engine.weights
+    return flops.work(
+        tokens,
+        gates.sum(-1),
+        weights.encoder,
+        weights.budget,
+        labels=len(weights.labels),
+        dense_head=weights.head_hidden is not None,
+        routed=weights.budget.routes,
+    )
 
 
 def load_model(folder: str | Path) -> "tuple[BudgetFormerForSequenceClassification, Any]":

@@ -1,4 +1,4 @@
-"""The command line: `train`, `evaluate`, `predict`, `inspect`, `convert` and `env`.
+"""The command line: `train`, `evaluate`, `predict`, `inspect`, `tune`, `convert` and `env`.
 
 Options are made from the settings classes; each verb imports what it needs inside itself, so that `--help` loads
 neither torch nor transformers. Results go to stdout, notes and progress to stderr.
@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from budgetformer.cli import verbs
+from budgetformer.cli import folders, verbs
 from budgetformer.errors import BudgetFormerError
 from budgetformer.settings import (
     ConvertSettings,
@@ -25,6 +25,7 @@ from budgetformer.settings import (
     InspectSettings,
     PredictSettings,
     TrainSettings,
+    TuneSettings,
     resolve,
 )
 from budgetformer.settings.rules import Checked, flag_of
@@ -69,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _abandon_stdout()
-        return _complain(*_explain(error))
+        message, code = _explain(error)
+        return _complain(_noted(message, error), code)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -81,7 +83,12 @@ def _on_terminate(number: int, frame: object) -> NoReturn:
 def _stopped(error: BaseException) -> int:
     """The exit code of a run that was told to stop: SIGTERM says so in the exception, everything else is Ctrl-C."""
     by = "SIGTERM" if "SIGTERM" in error.args else "SIGINT"
-    return _complain(f"stopped by {by}", {"SIGTERM": 143, "SIGINT": 130}[by])
+    return _complain(_noted(f"stopped by {by}", error), {"SIGTERM": 143, "SIGINT": 130}[by])
+
+
+def _noted(message: str, error: BaseException) -> str:
+    """The message, and what was added to the error on its way up."""
+    return "; ".join([message, *getattr(error, "__notes__", [])])
 
 
 def _explain(error: Exception) -> tuple[str, int]:
@@ -228,16 +235,26 @@ _add(
     example='budgetformer inspect "Where is my new card?" --model runs/demo --png heads.png',
 )
 _add(
+    "tune",
+    TuneSettings,
+    folders.tune,
+    help="Measure a trained model at many budgets, and pick the one for a time or an accuracy.",
+    example="budgetformer tune --model runs/demo --data demo --max-accuracy-loss 0.01",
+)
+_add(
     "convert",
     ConvertSettings,
-    verbs.convert,
-    help="Turn a dense checkpoint of the BERT family into a model folder, all heads on.",
+    folders.convert,
+    help="Turn a dense checkpoint of the BERT family into a model folder, all heads on; with --dtype, a trained model "
+    "into one that answers in int8 or bf16.",
     example="budgetformer convert --from demo --output-dir runs/converted",
 )
 
 
 @app.command(
-    "env", help="Print versions, processor and threads, for bug reports.", epilog="Example: budgetformer env --json"
+    "env",
+    help="Print versions, processor, threads and engine, for bug reports.",
+    epilog="Example: budgetformer env --json",
 )
 def _env(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
@@ -249,5 +266,7 @@ def _env(
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
         return
+    paths = found["engine_paths"].items()
+    found["engine_paths"] = ", ".join(f"{path} ({' '.join(dtypes)})" for path, dtypes in paths)
     for name, value in found.items():
-        print(f"{name:>15}  {'not installed' if value is None else value}")
+        print(f"{name:>15}  {'none' if value is None else value}")

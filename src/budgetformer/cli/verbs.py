@@ -1,48 +1,40 @@
-"""What each verb of the command line does with its settings; every function returns the exit code."""
+"""What the verbs that train and use a model do with their settings; every function returns the exit code."""
 
 import contextlib
-import json
 import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from budgetformer.cli.reading import reading
+from budgetformer.cli.speaking import echo_unless, progress_bar, quieten_libraries, say_bad, say_columns, show
 from budgetformer.errors import DataError, UsageError
-from budgetformer.outputs import check_output_file, check_output_folder, clear_output_folder, write_aside
-from budgetformer.settings import (
-    ConvertSettings,
-    EvaluateSettings,
-    InspectSettings,
-    PredictSettings,
-    TrainSettings,
-    locate_model,
-)
+from budgetformer.outputs import check_output_file, check_output_folder, write_aside
+from budgetformer.settings import EvaluateSettings, InspectSettings, PredictSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from budgetformer.data import BadRow, Rows
+    from budgetformer.cli.writers import Write
+    from budgetformer.data import Rows
     from budgetformer.predict import Predictor
 
 Sources = Mapping[str, str]
-# Rows read before texts of like length are put together: enough for full batches, little memory.
-WINDOW = 32
+WINDOW = 1024  # rows that are read, answered and written together: many batches, little memory
 
 
 def train(settings: TrainSettings, sources: Sources) -> int:
     """Train, and end with the table."""
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=settings.resume is not None)
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
-    echo = _echo(settings.quiet or not first)
+    echo = echo_unless(settings.quiet or not first)
     chosen = [f"{name}={getattr(settings, name)} ({source})" for name, source in sources.items() if source != "default"]
     echo("settings: " + ", ".join(chosen))
-    _quieten_libraries()
+    quieten_libraries()
     from budgetformer import report
     from budgetformer.training.job import train as run
 
     metrics = run(settings, echo)
     if first:
-        _show(metrics if settings.json else report.table(metrics))
+        show(metrics if settings.json else report.table(metrics))
     return 0
 
 
@@ -53,30 +45,28 @@ def evaluate(settings: EvaluateSettings, sources: Sources) -> int:
     if settings.bad_rows is not None:
         check_output_file(settings.bad_rows, overwrite=settings.overwrite)
     predictor = _predictor(settings)
-    echo = _echo(settings.quiet)
-    rows = read_rows(settings.data, require_labels=True, label_column=settings.label_column, **_reading(settings))
-    _say_columns(rows, echo)
-    if rows.bad:
-        _say_bad(rows.bad, len(rows), echo)
+    echo = echo_unless(settings.quiet)
+    options = reading(settings, settings.data)
+    rows = read_rows(settings.data, require_labels=True, label_column=settings.label_column, **options)
+    say_columns(rows, echo)
+    say_bad(rows.bad, len(rows), echo)
     if settings.bad_rows is not None:
         write_ledger(rows.bad, settings.bad_rows)
+    quieten_libraries()
     from budgetformer import report
-    from budgetformer.metrics import evaluate as measure
+    from budgetformer.evaluate import evaluate as measure
 
-    encoded = _encode(rows.good(), predictor, settings.label_separator)
-    with _progress(settings.quiet) as step:
-        metrics = measure(
-            predictor.model, encoded, batch_size=settings.batch_size, budget=settings.budget, progress=step
-        )
+    with progress_bar(settings.quiet) as step:
+        metrics = measure(predictor, rows.good(), progress=step)
     metrics["left_out"] = len(rows.bad)
     data = {"test_rows": len(rows) - len(rows.bad), "left_out": len(rows.bad)}
-    _show(metrics if settings.json else report.table({"budgeted": metrics, "data": data}))
+    show(metrics if settings.json else report.table({"budgeted": metrics, "data": data}))
     return 0
 
 
 def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | None = None) -> int:
     """Classify the rows of a source, or texts from the command line."""
-    from budgetformer.cli.writers import format_of, open_writer
+    from budgetformer.cli.writers import format_of
 
     if bool(texts) == (settings.input is not None):
         state = "both are given" if texts else "neither is given"
@@ -84,27 +74,36 @@ def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | 
             f"texts and input: {state}; give texts as arguments, or --input FILE (- for JSON lines on stdin)"
         )
     form = format_of(settings.output, settings.format)
+    if settings.resume:
+        _check_resume(settings, form)
     if settings.output != "-":
         check_output_file(settings.output, overwrite=settings.overwrite)
         if settings.input is not None and _same_file(settings.input, settings.output):
             raise UsageError(f"output is {settings.output!r}, the input itself; give another --output")
     predictor = _predictor(settings)
-    echo = _echo(settings.quiet)
+    echo = echo_unless(settings.quiet)
     rows_seen = failed = cut = 0
-    with open_writer(settings.output, form) as write, _progress(settings.quiet or settings.output == "-") as step:
+    with (
+        _open(settings, predictor, texts, form) as (write, answered),
+        progress_bar(settings.quiet or settings.output == "-") as step,
+    ):
         for rows in _windows(settings, texts):
             if rows_seen == 0 and not texts:
-                _say_columns(rows, echo)
+                say_columns(rows, echo)
+            if rows_seen < answered:
+                rows_seen += len(rows)
+                continue
             answers = predictor.predict(rows, first_number=rows_seen + 1)
             write([answer.row() for answer in answers])
             rows_seen += len(answers)
             failed += sum(answer.error is not None for answer in answers)
             cut += sum(answer.truncated for answer in answers)
             step(len(answers))
+    new = rows_seen - answered
     if cut:
-        echo(f"{cut:,} of {rows_seen:,} texts were longer than {predictor.max_length} tokens, and cut")
+        echo(f"{cut:,} of {new:,} texts were longer than {predictor.engine.max_length} tokens, and cut")
     if failed:
-        echo(f"{failed:,} of {rows_seen:,} rows have an error instead of an answer")
+        echo(f"{failed:,} of {new:,} rows have an error instead of an answer")
     if failed == rows_seen:
         raise DataError(f"none of the {rows_seen:,} rows could be classified; each row of the output says why")
     return 0
@@ -124,69 +123,61 @@ def inspect(settings: InspectSettings, sources: Sources) -> int:
     if settings.json:
         from dataclasses import asdict
 
-        _show({**asdict(inspection), "png": settings.png})
+        show({**asdict(inspection), "png": settings.png})
     else:
-        _show(picture.terminal(inspection))
-    return 0
-
-
-def convert(settings: ConvertSettings, sources: Sources) -> int:
-    """Convert a dense checkpoint and show what was checked."""
-    check_output_folder(settings.output_dir, overwrite=settings.overwrite)
-    source = locate_model(settings.source)
-    _quieten_libraries()
-    from budgetformer.convert import convert_checkpoint
-
-    output = Path(settings.output_dir)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside, so that a checkpoint that cannot be converted costs nothing.
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
-        report = convert_checkpoint(source, Path(aside) / "model")
-        clear_output_folder(output, overwrite=settings.overwrite).rmdir()
-        (Path(aside) / "model").rename(output)
-    report["output"] = settings.output_dir
-    if settings.json:
-        _show(report)
-    else:
-        for name, value in report.items():
-            print(f"{name:>16}  {value}")
+        show(picture.terminal(inspection))
     return 0
 
 
 def _predictor(settings: EvaluateSettings | PredictSettings | InspectSettings) -> "Predictor":
-    """The model that the settings name, ready for use."""
-    from budgetformer.folder import check_model_folder
-
-    check_model_folder(settings.model)  # before torch is loaded: a wrong path is answered at once
-    _quieten_libraries()
-    import torch
-
+    """The model that the settings name, ready for use; a note says what computes it."""
     from budgetformer.predict import Predictor
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     options: dict[str, Any] = {}
     if not isinstance(settings, InspectSettings):
-        options["batch_size"] = settings.batch_size
+        options |= {"batch_tokens": settings.batch_tokens, "label_separator": settings.label_separator}
     if isinstance(settings, PredictSettings):
-        options |= {"label_separator": settings.label_separator, "top": settings.top}
-    return Predictor.load(settings.model, max_length=settings.max_length, budget=settings.budget, **options)
+        options["top"] = settings.top
+    predictor = Predictor.load(
+        settings.model,
+        budget=settings.budget,
+        max_length=settings.max_length,
+        dtype=settings.dtype,
+        path=settings.path,
+        threads=settings.threads,
+        **options,
+    )
+    echo_unless(settings.quiet)(predictor.engine.note)
+    return predictor
 
 
-def _encode(rows: "Rows", predictor: "Predictor", label_separator: str) -> Any:
-    """The tokens of rows beside their labels' places among the model's."""
-    from budgetformer.data import match_labels
-    from budgetformer.predict import MULTI_LABEL
-    from budgetformer.text import encode
+def _check_resume(settings: PredictSettings, form: str) -> None:
+    if settings.output == "-":
+        raise UsageError("resume: what was written to stdout is not known; give --output FILE")
+    if settings.input == "-":
+        raise UsageError("resume: stdin cannot be read again from its first row; give --input FILE")
+    if form == "parquet":
+        raise UsageError("resume: a parquet file is unreadable until it is whole; give --format jsonl or csv")
 
-    several = predictor.model.config.problem_type == MULTI_LABEL
-    where: dict[str, Any] = {"lines": rows.lines, "source": rows.source}
-    if several:
-        where["label_separator"] = label_separator
-    labels = match_labels(rows.labels or [], predictor.labels, **where)
-    texts = [text or "" for text in rows.texts]
-    pairs = None if rows.pairs is None else [pair or "" for pair in rows.pairs]
-    return encode(predictor.tokenizer, texts, pairs, labels, max_length=predictor.max_length)
+
+def _open(
+    settings: PredictSettings, predictor: "Predictor", texts: Sequence[str] | None, form: str
+) -> "contextlib.AbstractContextManager[tuple[Write, int]]":
+    """What the answers are written to: a function for rows, and how many of the input's rows are there already."""
+    from budgetformer.cli import partial, writers
+
+    if settings.output == "-" or form == "parquet":
+        opened = writers.open_stdout(form) if settings.output == "-" else writers.open_parquet(settings.output)
+        return _from_the_start(opened)
+    run = None if settings.input == "-" else partial.identity(settings, predictor.engine, texts, form)
+    echo = echo_unless(settings.quiet)
+    return partial.open_partial(settings.output, form, run, window=WINDOW, resume=settings.resume, echo=echo)
+
+
+@contextlib.contextmanager
+def _from_the_start(opened: "contextlib.AbstractContextManager[Write]") -> "Iterator[tuple[Write, int]]":
+    with opened as write:
+        yield write, 0
 
 
 def _windows(settings: PredictSettings, texts: Sequence[str] | None) -> "Iterator[Rows]":
@@ -194,14 +185,8 @@ def _windows(settings: PredictSettings, texts: Sequence[str] | None) -> "Iterato
 
     if not texts:
         assert settings.input is not None
-        rows_at_once = WINDOW * settings.batch_size
-        yield from iter_rows(
-            settings.input,
-            require_labels=False,
-            id_column=settings.id_column,
-            batch_rows=rows_at_once,
-            **_reading(settings),
-        )
+        options = {"id_column": settings.id_column, "batch_rows": WINDOW, **reading(settings, settings.input)}
+        yield from iter_rows(settings.input, require_labels=False, **options)
         return
     numbers = list(range(1, len(texts) + 1))
     bad = [
@@ -213,67 +198,5 @@ def _windows(settings: PredictSettings, texts: Sequence[str] | None) -> "Iterato
     yield Rows(source="arguments", texts=usable, pairs=None, labels=None, ids=None, lines=numbers, bad=bad, columns={})
 
 
-def _reading(settings: EvaluateSettings | PredictSettings) -> dict[str, Any]:
-    """How to read the source; `demo` and hub data are made of splits, of which `test` is the one to look at."""
-    source = settings.data if isinstance(settings, EvaluateSettings) else settings.input or ""
-    in_splits = source == "demo" or source.startswith("hf:")
-    return {
-        "split": settings.split or ("test" if in_splits else None),
-        "text_column": settings.text_column,
-        "text_pair_column": settings.text_pair_column,
-        "encoding": settings.encoding,
-        "delimiter": settings.delimiter,
-        "label_separator": settings.label_separator,
-    }
-
-
 def _same_file(one: str, other: str) -> bool:
     return Path(one).exists() and Path(other).exists() and os.path.samefile(one, other)
-
-
-def _echo(quiet: bool) -> Callable[[str], None]:
-    """Notes go to stderr, or nowhere."""
-
-    def echo(message: str) -> None:
-        if not quiet:
-            print(message, file=sys.stderr, flush=True)
-
-    return echo
-
-
-def _say_columns(rows: "Rows", echo: Callable[[str], None]) -> None:
-    if rows.columns:
-        echo(f"{rows.source}: columns " + ", ".join(f"{role}={name}" for role, name in rows.columns.items()))
-
-
-def _say_bad(bad: "Sequence[BadRow]", total: int, echo: Callable[[str], None]) -> None:
-    first = bad[0]
-    echo(f"{len(bad):,} of {total:,} rows left out; the first: {first.source}, line {first.line}: {first.reason}")
-
-
-@contextlib.contextmanager
-def _progress(off: bool) -> "Iterator[Callable[[int], object]]":
-    """A bar on stderr where a person looks at it; the number of rows is not known, so it counts."""
-    from tqdm import tqdm
-
-    with tqdm(unit=" rows", disable=off or not sys.stderr.isatty(), file=sys.stderr) as bar:
-        yield bar.update
-
-
-def _quieten_libraries() -> None:
-    """What transformers says on loading is for developers: no bars, and no notes unless asked by its own variable."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        logging.set_verbosity_error()
-
-
-def _show(result: Any) -> None:
-    """A result on stdout: JSON, or something for people to look at."""
-    if isinstance(result, dict):
-        print(json.dumps(result, ensure_ascii=False))
-        return
-    from rich.console import Console
-
-    Console(file=sys.stdout, highlight=False).print(result)

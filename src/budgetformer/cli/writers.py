@@ -2,12 +2,13 @@
 
 import contextlib
 import csv
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from budgetformer.errors import UsageError
 from budgetformer.outputs import write_aside
@@ -30,53 +31,46 @@ def format_of(output: str, asked: str | None) -> str:
     return name
 
 
+def header(format: str) -> str:
+    """What stands above the rows of a text format."""
+    return ",".join(COLUMNS) + "\n" if format == "csv" else ""
+
+
+def text(rows: Sequence[Row], format: str) -> str:
+    """Rows in a text format, "jsonl" or "csv"; each ends with a line end."""
+    if format == "jsonl":
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    held = io.StringIO(newline="")
+    csv.writer(held, lineterminator="\n").writerows([_safe(value) for value in _flat(row)] for row in rows)
+    return held.getvalue()
+
+
 @contextlib.contextmanager
-def open_writer(output: str, format: str) -> Iterator[Write]:
-    """Give a function that writes rows; a file appears under its name when all is written, stdout is written at once.
+def open_stdout(format: str) -> Iterator[Write]:
+    """Give a function that writes rows to stdout at once."""
+
+    def write(rows: Sequence[Row]) -> None:
+        sys.stdout.write(text(rows, format))
+        sys.stdout.flush()
+
+    sys.stdout.write(header(format))
+    yield write
+
+
+@contextlib.contextmanager
+def open_parquet(output: str) -> Iterator[Write]:
+    """Give a function that writes rows; the file appears under its name when all is written.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
-    if output == "-":
-        yield _lines(sys.stdout) if format == "jsonl" else _csv(sys.stdout)
-        return
-    with write_aside(output) as path:
-        if format == "parquet":
-            with _parquet(path) as write:
-                yield write
-            return
-        with path.open("w", encoding="utf-8", newline="") as file:
-            yield _lines(file) if format == "jsonl" else _csv(file)
-
-
-def _lines(file: IO[str]) -> Write:
-    def write(rows: Sequence[Row]) -> None:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-
-    return write
-
-
-def _csv(file: IO[str]) -> Write:
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(COLUMNS)
-
-    def write(rows: Sequence[Row]) -> None:
-        table.writerows([_safe(value) for value in _flat(row)] for row in rows)
-        file.flush()
-
-    return write
-
-
-@contextlib.contextmanager
-def _parquet(path: Path) -> Iterator[Write]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text = pa.string()
-    types = (text, text, pa.float64(), text, pa.int64(), pa.float64(), text)
+    string = pa.string()
+    types = (string, string, pa.float64(), string, pa.int64(), pa.float64(), string)
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)))
-    with pq.ParquetWriter(path, schema) as file:
+    with write_aside(output) as path, pq.ParquetWriter(path, schema) as file:
 
         def write(rows: Sequence[Row]) -> None:
             columns = zip(*map(_flat, rows), strict=True) if rows else [[]] * len(COLUMNS)

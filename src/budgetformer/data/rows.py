@@ -35,7 +35,7 @@ from typing import TypedDict, Unpack
 
 from budgetformer.data.readers import Record
 from budgetformer.data.readers.cells import as_label, as_text
-from budgetformer.data.readers.columns import pick_columns
+from budgetformer.data.readers.columns import DEFAULT_COLUMNS, pick_columns
 from budgetformer.data.readers.sources import fixed_splits, has_fixed_splits, open_readers
 from budgetformer.errors import BudgetFormerError, DataError
 from budgetformer.outputs import write_aside
@@ -74,20 +74,23 @@ class Rows:
     def good(self) -> "Rows":
         """Only the rows that have a text and, where there are labels, a label."""
         labels = self.labels
-        kept = [
-            i for i, text in enumerate(self.texts) if text is not None and (labels is None or labels[i] is not None)
-        ]
+        return self.at(
+            [i for i, text in enumerate(self.texts) if text is not None and (labels is None or labels[i] is not None)]
+        )
+
+    def at(self, places: Sequence[int]) -> "Rows":
+        """The rows at some places; none of them may be a bad one."""
 
         def take(values: list[str | None] | None) -> list[str | None] | None:
-            return None if values is None else [values[i] for i in kept]
+            return None if values is None else [values[i] for i in places]
 
         return replace(
             self,
-            texts=[self.texts[i] for i in kept],
+            texts=[self.texts[i] for i in places],
             pairs=take(self.pairs),
             labels=take(self.labels),
             ids=take(self.ids),
-            lines=[self.lines[i] for i in kept],
+            lines=[self.lines[i] for i in places],
             bad=[],
         )
 
@@ -141,6 +144,16 @@ def split_names(source: str, *, encoding: str = "utf-8", delimiter: str | None =
             return []
         values = (record.values[0] for record in reader.records(["split"]) if record.values)
         return [value for value in dict.fromkeys(map(str, filter(None, values)))]
+
+
+def has_labels(source: str, *, encoding: str = "utf-8", delimiter: str | None = None, split: str | None = None) -> bool:
+    """Whether a source has a column of labels under one of the usual names. Standard input cannot be read twice.
+
+    Raises: as `iter_rows`.
+    """
+    with ExitStack() as stack:
+        readers = open_readers(source, stack, encoding=encoding, delimiter=delimiter, split=split)
+        return any(name in readers[0].columns for name in DEFAULT_COLUMNS["label"])
 
 
 def iter_rows(

@@ -24,6 +24,7 @@ VIEWS = {"mean": 0, "mean+first": 1, "mean+max": 2}
 KERNEL_ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "silu": 3, "tanh": 4}
 assert set(KERNEL_ACTIVATIONS) == set(ACTIVATIONS)
 
+INTERFACE = 1  # of kernels/api.cpp
 _POINTER = ctypes.c_void_p
 
 
@@ -66,6 +67,7 @@ def library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(path))
         signatures: dict[str, tuple[Any, list[Any]]] = {
+            "bf_interface": (ctypes.c_int, []),
             "bf_error": (ctypes.c_char_p, []),
             "bf_paths": (ctypes.c_char_p, []),
             "bf_has": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
@@ -83,6 +85,8 @@ def library() -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise NoLibrary(f"{path}: does not load here ({str(error)[:120]}); build it again") from error
+    if lib.bf_interface() != INTERFACE:
+        raise NoLibrary(f"{path}: was built from another version of the package; build it again")
     return lib
 
 

@@ -15,6 +15,8 @@ from budgetformer.report.wording import markdown, percent, plain
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from budgetformer.engine.saved import Point
+
 Metrics = Mapping[str, Any]
 
 DASH = "—"
@@ -113,11 +115,14 @@ def notes(metrics: Metrics) -> list[str]:
     left_out = _number(data, "left_out")
     if left_out:
         said.append(f"{int(left_out):,} unusable {'row was' if left_out == 1 else 'rows were'} left out.")
-    gap = _number(model, "soft_hard_gap")
+    gap, some = _number(model, "soft_hard_gap"), _number(model, "soft_hard_rows")
     if gap is not None:
+        on = f" (the first {int(some):,} texts)" if some is not None and some < rows else ""
         said.append(
-            f"With the gates of training in place of those of use, accuracy changes by {100 * gap:+.1f} points."
+            f"With the gates of training in place of those of use, accuracy changes by {100 * gap:+.1f} points{on}."
         )
+    if engine := model.get("engine"):
+        said.append(f"Computed by the engine: {engine['path']}, {engine['dtype']}, {engine['threads']} threads.")
     if len(models) > 1:
         said.append("± is the standard deviation over texts. FLOPs are counted at each text's own length.")
     return said
@@ -151,6 +156,27 @@ def table(metrics: Metrics) -> "Table":
     for row in body:
         drawn.add_row(*row)
     drawn.caption = Text("\n" + "\n".join(notes(metrics)))
+    return drawn
+
+
+def curve(points: "Sequence[Point]", chosen: float | None) -> "Table":
+    """The budgets of `engine.tuning.tune` for a terminal, the one to use in bold and with an arrow."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for name in ("", "budget", "heads used", "ms per text", "agreement", "accuracy"):
+        drawn.add_column(name, justify="right", header_style="bold", no_wrap=True)
+    for point in points:
+        drawn.add_row(
+            "→" if point.budget == chosen else "",
+            "learned" if point.budget is None else f"{point.budget:g}",
+            percent(point.head_share),
+            f"{point.ms_per_text:.3f}",
+            percent(point.agreement),
+            DASH if point.accuracy is None else percent(point.accuracy),
+            style="bold" if point.budget == chosen else "",
+        )
     return drawn
 
 

@@ -6,6 +6,7 @@ from budgetformer.settings.commands import (
     InspectSettings,
     PredictSettings,
     TrainSettings,
+    TuneSettings,
     demo_encoder,
     locate_model,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "InspectSettings",
     "PredictSettings",
     "TrainSettings",
+    "TuneSettings",
     "demo_encoder",
     "locate_model",
     "resolve",

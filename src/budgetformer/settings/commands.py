@@ -9,7 +9,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from budgetformer.config import ESTIMATORS, POOLINGS, PRESETS
+from budgetformer.config import BATCH_TOKENS, DTYPES, ESTIMATORS, PATHS, POOLINGS, PRESETS
 from budgetformer.errors import UsageError
 from budgetformer.settings.rules import (
     Checked,
@@ -36,6 +36,7 @@ in_data = functools.partial(setting, panel="Data")
 in_model = functools.partial(setting, panel="Model")
 in_budget = functools.partial(setting, panel="Budget")
 in_training = functools.partial(setting, panel="Training")
+in_engine = functools.partial(setting, panel="Engine")
 in_output = functools.partial(setting, panel="Output")
 
 
@@ -82,16 +83,25 @@ def _budget() -> float | None:
     return in_model(optional(SHARE), help, example="0.25")
 
 
-def _batch_size() -> int:
-    return in_model(whole(1), "texts per batch", default=32)
-
-
 def _longest() -> int | None:
     return in_model(optional(whole(4)), "longest text in tokens [default: the model's]")
 
 
+def _dtype() -> str:
+    help = "numbers of the large products: fp32, bf16, int8, or auto (what the folder was converted to, else fp32)"
+    return in_engine(one_of("auto", *DTYPES), help, default="auto")
+
+
+def _path() -> str:
+    return in_engine(one_of(*PATHS), f"what computes: {', '.join(PATHS)}", default="auto")
+
+
 def _threads() -> int | None:
-    return in_model(optional(whole(1)), "CPU threads [default: torch's own choice]")
+    return in_engine(optional(whole(1)), "CPU threads [default: one for each physical core]")
+
+
+def _batch_tokens() -> int:
+    return in_engine(whole(1), "tokens computed together; memory follows it", default=BATCH_TOKENS)
 
 
 def _output_dir() -> str:
@@ -196,9 +206,11 @@ class EvaluateSettings(Checked):
 
     model: str = _model_folder()
     budget: float | None = _budget()
-    batch_size: int = _batch_size()
     max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
     threads: int | None = _threads()
+    batch_tokens: int = _batch_tokens()
     data: str = in_data(some(DATA), f"labelled data: {DATA}", example="demo")
     split: str | None = _split()
     text_column: str | None = _text_column()
@@ -219,9 +231,11 @@ class PredictSettings(Checked):
 
     model: str = _model_folder()
     budget: float | None = _budget()
-    batch_size: int = _batch_size()
     max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
     threads: int | None = _threads()
+    batch_tokens: int = _batch_tokens()
     input: str | None = in_data(
         optional(some("a file, or - for stdin")),
         "csv, tsv, jsonl or parquet file, demo, hf:NAME, or - for JSON lines on stdin",
@@ -238,6 +252,7 @@ class PredictSettings(Checked):
     format: str | None = in_output(
         optional(one_of("jsonl", "csv", "parquet")), "jsonl, csv or parquet [default: by the suffix, else jsonl]"
     )
+    resume: bool = in_output(yes_or_no(), "go on where a killed run to the same --output stopped", default=False)
     overwrite: bool = _overwrite()
     quiet: bool = _quiet()
 
@@ -250,6 +265,8 @@ class InspectSettings(Checked):
     model: str = _model_folder()
     budget: float | None = _budget()
     max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
     threads: int | None = _threads()
     pair: str | None = in_data(optional(some("a text")), "second text of a pair")
     png: str | None = in_output(FILE, "draw the picture to this file too")
@@ -264,14 +281,76 @@ class ConvertSettings(Checked):
 
     source: str = in_model(
         some("demo, a folder or a hub name"),
-        "dense checkpoint: demo, a folder or a hub name",
+        "dense checkpoint: demo, a folder or a hub name; with --dtype the folder of a trained model",
         flag="--from",
         example="demo",
     )
+    dtype: str | None = in_model(
+        optional(one_of("int8", "bf16")), "copy a trained model that answers in int8 or bf16 from now on"
+    )
+    check: str | None = in_data(FILE, "texts like those to come, for --dtype: labels must agree with those of fp32")
+    min_agreement: float = in_data(
+        number(0, 1), "share of the texts in --check that must keep their label", default=0.99, example="0.98"
+    )
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
     output_dir: str = _output_dir()
     overwrite: bool = _overwrite()
     quiet: bool = _quiet()
     json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype is not None and self.check is None:
+            raise UsageError(
+                f"dtype is {self.dtype!r} and check is missing: fewer bits change some labels, and how many is to be "
+                "measured first; give --check FILE with texts like those to come"
+            )
+        if self.check is not None and self.dtype is None:
+            raise UsageError("check is given without dtype; give --dtype int8 or bf16 too")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneSettings(Checked):
+    """Settings of `budgetformer tune`. Raises `UsageError` for a value outside its rule."""
+
+    model: str = _model_folder()
+    max_ms_per_text: float | None = in_budget(
+        optional(POSITIVE), "pick the most accurate budget that takes no more milliseconds a text", example="2.5"
+    )
+    max_accuracy_loss: float | None = in_budget(
+        optional(number(0, 1)), "pick the smallest budget that loses no more accuracy, as a share", example="0.01"
+    )
+    max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
+    threads: int | None = _threads()
+    batch_tokens: int = _batch_tokens()
+    data: str = in_data(some(DATA), f"texts like those to come, labelled or not: {DATA}", example="demo")
+    split: str | None = _split()
+    limit: int = in_data(whole(1), "use at most this many rows, evenly spread over the data", default=1000)
+    labels: bool = in_data(
+        yes_or_no(), "use labels where there are any; without them agreement with every head on counts", default=True
+    )
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    label_column: str | None = _label_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    label_separator: str = _label_separator()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.max_ms_per_text is None) == (self.max_accuracy_loss is None):
+            state = "neither is given" if self.max_ms_per_text is None else "both are given"
+            raise UsageError(
+                f"max_ms_per_text and max_accuracy_loss: {state}; give either --max-ms-per-text or --max-accuracy-loss"
+            )
 
 
 def demo_encoder() -> Path:

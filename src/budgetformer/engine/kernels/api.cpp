@@ -369,6 +369,9 @@ int guarded(F work) {
 
 using namespace bf;
 
+// Rises with every change of this interface; `native.py` knows the same number and takes no other library.
+BF_API int bf_interface() { return 1; }
+
 BF_API const char* bf_error() { return message.c_str(); }
 
 // The names of the paths that this processor can run, the best last, with spaces between.
