@@ -48,7 +48,7 @@ $(BENCH): $(STAMP)
 	touch $(BENCH)
 
 bench: $(BENCH) library  ## our engine beside others on this machine
-	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/engine.py
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/engine.py $(FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

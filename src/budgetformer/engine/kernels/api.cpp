@@ -259,7 +259,8 @@ void Engine::run(const Batch& b) {
     job.inner = s.pre_norm ? inner.take<float>(T * s.dp) : job.x;
     job.typed = s.dtype == F32 ? (void*)job.inner : typed.take<char>((size_t)T * s.dp * size_of(s.dtype));
     job.typed_scale = scale.take<float>(T);
-    job.context = context.take<char>((size_t)T * s.H * s.ep * (s.dtype == BF16 ? 2 : 4));
+    // In the type of attention itself, which for int8 is bf16 where there is one.
+    job.context = context.take<char>((size_t)T * s.H * s.ep * (s.dtype == F32 || !path.has[BF16] ? 4 : 2));
     job.context_at = context_at.take<long>(B);
     job.heads = heads.take<int32_t>((size_t)B * s.H);
     job.heads_count = heads_count.take<int32_t>(B);

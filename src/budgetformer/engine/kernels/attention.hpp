@@ -191,14 +191,11 @@ static void attend(const Job& job, int layer, int input, int slot, Scratch& scra
             }
         }
     }
-    // The scores are 0 beyond the last key only if the values there are numbers: 0 times NaN is NaN.
-    // An odd length leaves half a pair, which `store_values` has set to 0.
+    // Beyond the last token nothing is read but the other half of an odd length's last pair, set to 0 by
+    // `store_values`.
 
-    typename C::In* context = (typename C::In*)nullptr;
-    float* wide = nullptr;
     const long ld = (long)job.heads_count[input] * ep;
-    if constexpr (D == I8) wide = (float*)job.context + job.context_at[input] + slot * ep;
-    else context = (typename C::In*)job.context + job.context_at[input] + slot * ep;
+    typename C::In* context = (typename C::In*)job.context + job.context_at[input] + slot * ep;
     const int step = score_rows(keys);
     for (int r = 0; r < length; r += step) {
         const int rows = length - r < step ? length - r : step;
@@ -212,8 +209,7 @@ static void attend(const Job& job, int layer, int input, int slot, Scratch& scra
         for (int strip = 0; strip < strips; strip++) {
             const Segment segment = {mem.v + (long)strip * keys * PANEL, round_up(length, C::G)};
             gemm<CORE>(p, keys, rows, &segment, 1, mem.core_tile);
-            if constexpr (D == I8) store_average(mem.core_tile, rows, mem.inverse, wide + r * ld + strip * PANEL, ld);
-            else store_average(mem.core_tile, rows, mem.inverse, context + r * ld + strip * PANEL, ld);
+            store_average(mem.core_tile, rows, mem.inverse, context + r * ld + strip * PANEL, ld);
         }
     }
 }

@@ -23,12 +23,13 @@ BF_PASS void normalise(const float* x, float* y, int d, int dp, const float* gam
 }
 
 // To int8, symmetric: the largest of the row, or `known` where it was found before, becomes 127. Returns the step.
-BF_PASS float quantise(const float* x, uint8_t* q, int n, const float* known = nullptr) {
-    const vf most = known ? load(known) : highest_over(n, vf{}, [&](int i) { return vabs(load(x + i)); });
+template <class In>
+BF_PASS float quantise(const In* x, uint8_t* q, int n, const float* known = nullptr) {
+    const vf most = known ? load(known) : highest_over(n, vf{}, [&](int i) { return vabs(load_as(x + i)); });
     const float top = highest(most), inverse = top > 0.f ? 127.f / top : 0.f;
     const vf magic = set1(12582912.f);
     for (int i = 0; i < n; i += W) {
-        vi whole = bits(load(x + i) * inverse + magic) - bits(magic) + Tag<I8>::OFFSET;
+        vi whole = bits(load_as(x + i) * inverse + magic) - bits(magic) + Tag<I8>::OFFSET;
         *(vb_memory*)(q + i) = __builtin_convertvector(whole, vb_memory);
     }
     return top / 127.f;
@@ -144,7 +145,7 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
     const long ld = (long)count * s.ep, at = job.context_at[input] + (first - job.offsets[input]) * ld;
     const typename Tag<D>::In* context;
     if constexpr (D == I8) {
-        const float* wide = (const float*)job.context + at;
+        const auto* wide = (const typename Tag<Core<D>::type>::In*)job.context + at;
         for (int i = 0; i < rows; i++) mem.hidden_scale[i] = quantise(wide + i * ld, mem.context + i * ld, (int)ld);
         memset(mem.offset, 0, sizeof(int32_t) * (size_t)s.dp);
         for (int h = 0; h < count; h++) add_offsets(mem.offset, w.sums + (long)heads[h] * s.dp, s.dp);

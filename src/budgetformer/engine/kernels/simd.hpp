@@ -214,11 +214,15 @@ struct Tag<BF16> {
     }
 };
 BF_INLINE void store_as(uint16_t* p, vf v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+BF_INLINE vf load_as(const uint16_t* p) {
+    return bits((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+}
 BF_INLINE vi bf16_bits(vf v) { return (vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 #else
 #define BF_HAS_BF16 0
 #endif
 BF_INLINE void store_as(float* p, vf v) { store(p, v); }
+BF_INLINE vf load_as(const float* p) { return load(p); }
 
 // int8: weights in [-127, 127]. With VNNI, activations are stored with 128 added, as the instruction wants them
 // unsigned; what that adds is taken away through the weights' sums. Every path gets the same whole numbers.
