@@ -182,9 +182,9 @@ class NativePath:
             UsageError: what `checked` refuses; blocks of no multiple of 32 neurons.
             MemoryError: the batch does not fit; nothing is lost, a smaller one can be run.
         """
-        size, layers, heads = len(batch), self._encoder.num_layers, self._encoder.num_heads
-        tokens = len(batch.ids)
         call = checked(batch, self._encoder, counts=counts, gates=gates, blocks=blocks)
+        size, layers, heads = len(call.offsets) - 1, self._encoder.num_layers, self._encoder.num_heads
+        tokens = len(call.ids)
         cut = 1 if call.blocks is None else call.blocks.shape[-1]
         chosen = np.empty((size, layers, heads), np.uint8)
         wanted = np.empty((size, layers), np.float32)

@@ -34,11 +34,11 @@ def tune(
 ) -> float | None:
     """Pick a budget on a sample, make it the engine's own, and keep the curve in the model folder.
 
-    max_ms_per_text: the largest budget that is as fast; what costs more than this is not used. max_accuracy_loss: the
-    smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against every head on; without
-    labels, agreement with every head on takes the place of accuracy. One of the two is given. The learned budget is
-    measured beside the named ones, and may be the answer: then None is returned. labels: the name of each text's class,
-    of a multi-label model the names of its classes.
+    max_ms_per_text: the most accurate budget that takes no longer; of equally accurate ones the fastest.
+    max_accuracy_loss: the smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against every
+    head on; without labels, agreement with every head on takes the place of accuracy. One of the two is given. The
+    learned budget is measured beside the named ones, and may be the answer: then None is returned. labels: the name of
+    each text's class, of a multi-label model the names of its classes.
 
     Raises:
         UsageError: neither or both limits, no texts, labels the model does not know, or as many as there are not texts.
@@ -46,6 +46,9 @@ def tune(
     """
     if (max_ms_per_text is None) == (max_accuracy_loss is None):
         raise UsageError("max_ms_per_text and max_accuracy_loss: give one of the two")
+    limit = max_accuracy_loss if max_ms_per_text is None else max_ms_per_text
+    if limit is None or not limit >= 0:
+        raise UsageError(f"the limit is {limit}: it must be 0 or more")
     if not len(texts) or (labels is not None and len(labels) != len(texts)):
         held = f"{len(texts)} texts and {0 if labels is None else len(labels)} labels"
         raise UsageError(f"{held}: give at least one text, and a label for each or for none")

@@ -62,11 +62,15 @@ struct Buffer {
     size_t size = 0;
     Buffer() = default;
     Buffer(const Buffer&) = delete;
-    ~Buffer() { free(at); }
+    ~Buffer() {
+        fence(at, size, size);
+        free(at);
+    }
     template <class T>
     T* take(size_t n) {
         const size_t bytes = n * sizeof(T) + 64;
         if (bytes > size) {
+            fence(at, size, size);
             free(at);
             at = nullptr, size = 0;
             if (posix_memalign(&at, 64, bytes)) {
@@ -75,6 +79,7 @@ struct Buffer {
             }
             size = bytes;
         }
+        fence(at, size, n * sizeof(T));
         return (T*)at;
     }
 };
@@ -91,7 +96,13 @@ struct Engine {
     std::map<std::string, int64_t> sizes;
     std::vector<Layer> layers;
     Pool pool;
-    std::mutex busy;
+    // One batch at a time. After a fork the parent's lock may be held by a thread that the child does not have, so the
+    // child makes its own, whichever of its threads comes first.
+    struct Lock {
+        const pid_t process;
+        std::mutex mutex;
+    };
+    std::atomic<Lock*> lock{new Lock{getpid(), {}}};
     bool ready = false;
     Buffer x, inner, typed, scale, context, context_at, heads, heads_count, block_list, block_count;
     std::vector<std::unique_ptr<Buffer>> scratch;
@@ -121,6 +132,20 @@ struct Engine {
         float* to = memory.take<float>((size_t)rows * parts * padded_n);
         for (long r = 0; r < (long)rows * parts; r++) memcpy(to + r * padded_n, from + r * n, sizeof(float) * n);
         return to;
+    }
+
+    ~Engine() {
+        if (Lock* mine = lock.load(); mine->process == getpid()) delete mine;
+    }
+
+    std::mutex& own_lock() {
+        Lock* found = lock.load();
+        if (found->process != getpid()) {
+            Lock* made = new Lock{getpid(), {}};
+            if (lock.compare_exchange_strong(found, made)) found = made;
+            else delete made;  // another thread was first; `found` is its lock now
+        }
+        return found->mutex;
     }
 
     void build();
@@ -246,8 +271,7 @@ void check(const Spec& s, const Batch& b) {
 void Engine::run(const Batch& b) {
     const Spec& s = model.s;
     check(s, b);
-    if (pool.forked()) new (&busy) std::mutex;  // the parent may have been at work: its lock is not ours
-    std::lock_guard<std::mutex> lock(busy);
+    std::lock_guard<std::mutex> alone(own_lock());
     const int threads = pool.count(), B = b.inputs;
     const long T = b.tokens;
     Job job = {};

@@ -12,7 +12,9 @@ struct Arena {
     template <class T>
     T* take(long n) {
         T* p = at ? (T*)(at + used) : nullptr;
-        used += ((size_t)n * sizeof(T) + 63) / 64 * 64;
+        const size_t bytes = (size_t)n * sizeof(T), room = (bytes + 63) / 64 * 64 + FENCE;
+        if (at) fence(p, room, bytes);
+        used += room;
         return p;
     }
 };

@@ -3,15 +3,37 @@
 // Only plain data lives here. `paths.cpp` is compiled once per instruction set; an inline function or an instantiated
 // template with linkage would be merged by the linker, and baseline code could then run instructions the CPU lacks.
 //
+// Under the address sanitizer, memory that is handed out in pieces gets a fence after each piece, and contents that
+// would be seen if they were used before they are set. Elsewhere this is nothing.
+//
 // Legend: T tokens of a batch, d width, dp width rounded up to panels, H heads, e size of a head (ep rounded up),
 // f feed-forward neurons (fp rounded up), K depth of a product.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <string.h>
+#endif
+
 namespace bf {
 
 constexpr int PANEL = 32;  // output columns of a packed panel; every padded size is a multiple of it
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t FENCE = 64;
+static inline void fence(void* p, size_t room, size_t used) {
+    if (!p) return;
+    __asan_unpoison_memory_region(p, room);
+    if (used == room) return;
+    memset(p, 0xff, used);
+    __asan_poison_memory_region((char*)p + used, room - used);
+}
+#else
+constexpr size_t FENCE = 0;
+static inline void fence(void*, size_t, size_t) {}
+#endif
 
 enum Dtype : int { F32 = 0, BF16 = 1, I8 = 2 };
 enum Activation : int { GELU = 0, GELU_TANH = 1, RELU = 2, SILU = 3, TANH = 4 };

@@ -202,7 +202,7 @@ size_t scratch_size(const Spec& s, int longest, int blocks, int block_rows) {
     const size_t rest = RowsMemory<D>(nullptr, s, block_rows, blocks).size;
     const size_t small = ((size_t)s.seen + 2 * (size_t)s.dp + 2 * (size_t)s.H + (size_t)s.embedding + 1024) * 4;
     const size_t most = attend > rest ? attend : rest;
-    return (most > small ? most : small) + 64;
+    return (most > small ? most : small) + 64 + 16 * FENCE;
 }
 
 size_t scratch_of(const Model& m, int longest, int blocks, int block_rows) {
