@@ -145,7 +145,9 @@ def test_the_gap_is_taken_on_the_first_rows_and_where_a_router_decides(run, tmp_
     arguments = ("evaluate", "--model", folder, "--data", source)
     found = json.loads(run(*arguments, "--json")[1])
     assert (found["soft_hard_rows"], found["rows"]) == (50, 211)
-    assert "(the first 50 texts)" in " ".join(run(*arguments)[1].split())
+    table = " ".join(run(*arguments)[1].split())
+    assert "(the first 50 texts)" in table
+    assert f"Computed by the engine: {found['engine']['path']}, fp32, threads: " in table
     assert "soft_hard_gap" not in json.loads(run(*arguments, "--budget", "0.4", "--json")[1])
     dense = tiny.make_folder(tmp_path / "dense")
     assert "soft_hard_gap" not in json.loads(run("evaluate", "--model", dense, "--data", source, "--json")[1])
@@ -161,8 +163,10 @@ def test_peak_memory_is_that_of_a_batch_not_of_the_data(tmp_path, folder):
         peaks[tokens] = found["peak_memory_mb"]
     if None in peaks.values():
         pytest.skip("the kernel's peak is read on Linux")
+    # What one row of a batch needs: the residual, the heads' own, the chosen heads' outputs, at least.
+    workspace = 60_000 * 4 * 2 * 35 / 2**20
     assert peaks[1000] < 8
-    assert peaks[60_000] > 2 * peaks[1000]
+    assert peaks[60_000] > workspace
 
 
 def test_evaluation_of_several_labels(run, tmp_path):

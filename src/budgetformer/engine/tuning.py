@@ -35,10 +35,10 @@ def tune(
     """Pick a budget on a sample, make it the engine's own, and keep the curve in the model folder.
 
     max_ms_per_text: the most accurate budget that takes no longer; of equally accurate ones the fastest.
-    max_accuracy_loss: the smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against every
-    head on; without labels, agreement with every head on takes the place of accuracy. One of the two is given. The
-    learned budget is measured beside the named ones, and may be the answer: then None is returned. labels: the name of
-    each text's class, of a multi-label model the names of its classes.
+    max_accuracy_loss: the smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against
+    every head on; without labels, agreement with every head on takes the place of accuracy. One of the two is given.
+    The learned budget is measured beside the named ones, and may be the answer: then None is returned. labels: the name
+    of each text's class, of a multi-label model the names of its classes.
 
     Raises:
         UsageError: neither or both limits, no texts, labels the model does not know, or as many as there are not texts.

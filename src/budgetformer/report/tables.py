@@ -122,7 +122,7 @@ def notes(metrics: Metrics) -> list[str]:
             f"With the gates of training in place of those of use, accuracy changes by {100 * gap:+.1f} points{on}."
         )
     if engine := model.get("engine"):
-        said.append(f"Computed by the engine: {engine['path']}, {engine['dtype']}, {engine['threads']} threads.")
+        said.append(f"Computed by the engine: {engine['path']}, {engine['dtype']}, threads: {engine['threads']}.")
     if len(models) > 1:
         said.append("± is the standard deviation over texts. FLOPs are counted at each text's own length.")
     return said
