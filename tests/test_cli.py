@@ -587,8 +587,10 @@ def test_writers_take_no_rows(tmp_path):
     from budgetformer.cli import partial, writers
 
     for name in ("jsonl", "csv"):
-        with partial.open_partial(str(tmp_path / f"a.{name}"), name, None, window=2, resume=False, echo=print) as (write, _):
+        output = str(tmp_path / f"a.{name}")
+        with partial.open_partial(output, name, None, window=2, resume=False, echo=print) as (write, rows):
             write([])
+        assert rows == 0
     with writers.open_parquet(str(tmp_path / "a.parquet")) as write:
         write([])
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 0

@@ -73,7 +73,8 @@ def test_a_compiled_path_loads_neither_torch_nor_transformers(verb, folder, tmp_
     (tmp_path / "in.jsonl").write_text('{"text": "my card"}\n')
     arguments = [verb, "--model", folder, "my card"]
     if verb == "input":
-        arguments = ["predict", "--model", folder, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o")]
+        source, output = str(tmp_path / "in.jsonl"), str(tmp_path / "o")
+        arguments = ["predict", "--model", folder, "--input", source, "--output", output]
     code = (
         f"import sys\nfrom budgetformer.cli import main\nassert main({arguments!r}) == 0\n"
         f"found = [m for m in {HEAVY} if m in sys.modules]\nassert not found, found"
@@ -341,7 +342,7 @@ def stop_after(monkeypatch, windows, error=KeyboardInterrupt):
 
 @pytest.fixture
 def stopped(run, tmp_path, folder, monkeypatch):
-    """A run over 61 rows in windows of 3 that was stopped after 7 of them: its arguments, and what a whole run writes."""
+    """A run over 61 rows in windows of 3, stopped after 7 windows: its arguments, and what a whole run writes."""
 
     def make(form, *options):
         monkeypatch.setattr(verbs, "WINDOW", 3)
@@ -401,7 +402,8 @@ def test_a_run_may_be_stopped_more_than_once(run, tmp_path, stopped):
         stop_after(patch, 0, OSError(28, "No space left on device"))
         code, _, err = run(*arguments, "--resume")
     assert code == 1
-    assert "No space left on device; check the path, its rights and the free space; 33 answers are kept" in one_line(err)
+    assert "No space left on device" in one_line(err)
+    assert "33 answers are kept" in err
     assert run(*arguments, "--resume")[0] == 0
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 

@@ -1,7 +1,5 @@
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +7,10 @@ import pytest
 import torch
 
 import tiny
-from budgetformer import metrics
 from budgetformer.data import BadRow, Rows
 from budgetformer.engine import Engine, native
 from budgetformer.errors import ModelFolderError, UsageError
-from budgetformer.predict import Predictor, counted, load_model
+from budgetformer.predict import Predictor, load_model
 from budgetformer.tokens import longest_input, tokenise
 
 

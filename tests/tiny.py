@@ -31,7 +31,7 @@ def tokenizer():
 
 
 def make_folder(path: Path, *, multi_label: bool = False, routed: bool = False) -> Path:
-    """3 layers of 5 heads, width 35, 23 positions, three labels; dense, or with routers that differ from text to text."""
+    """3 layers of 5 heads, width 35, 23 positions, three labels; dense, or with routers that differ by text."""
     import torch
 
     from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
