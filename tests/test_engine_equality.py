@@ -263,6 +263,28 @@ def test_ties_go_to_the_first_head():
         np.testing.assert_array_equal(path.run(batch).gates, training_path(weights, batch).gates, name)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("least", [0, 1, 2])
+@pytest.mark.parametrize("wish", [-40.0, 40.0], ids=["none", "all"])
+def test_as_few_heads_as_there_may_be_and_all(estimator, least, wish):
+    """Controllers that want nothing, or everything; scores that are all alike, and scores with one winner."""
+    budget = dict(estimator=estimator, min_units=least)
+    plain = random_weights(7, budget=budget, hidden_size=40, num_heads=5)
+    for scale in (0.01, 3.0):
+        tensors = dict(plain.tensors)
+        for i in range(3):
+            router = f"layers.{i}.attention.router."
+            tensors[f"{router}controller.2.bias"] = np.array([wish], np.float32)
+            tensors[f"{router}scorer.weight"] = np.float32(scale) * tensors[f"{router}scorer.weight"]
+            tensors[f"{router}scorer.bias"] = np.float32(scale) * tensors[f"{router}scorer.bias"]
+        weights = replace(plain, tensors=tensors)
+        batch = random_batch(weights, LENGTHS)
+        theirs = training_path(weights, batch)
+        assert int(theirs.gates.sum(2).min()) >= least
+        for name, path in fp32_paths(weights).items():
+            np.testing.assert_array_equal(path.run(batch).gates, theirs.gates, name)
+
+
 @pytest.mark.parametrize("width", [33, 36, 64])
 def test_a_norm_of_numbers_far_from_zero(width):
     """Embeddings with a common offset: what a norm takes away must not take the digits along, whatever the width."""

@@ -249,9 +249,9 @@ def test_a_tokenizer_learned_twice_is_the_same():
 
 def test_the_readme_speaks_the_truth(run, monkeypatch, capsys):
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    code = readme.partition("```python\n")[2].partition("```")[0].replace("runs/mine", str(run))
     capsys.readouterr()
-    exec(compile(code, "README.md", "exec"), {})
+    for block in readme.split("```python\n")[1:]:
+        exec(compile(block.partition("```")[0].replace("runs/mine", str(run)), "README.md", "exec"), {})
     shown = capsys.readouterr().out
     assert "'label'" in shown
     assert "torch.Size([2, 2, 4])" in shown
