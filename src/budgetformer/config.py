@@ -11,6 +11,8 @@ NORMS = ("post", "pre")
 POOLINGS = ("mean", "first")
 ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
+SCOPES = ("heads", "heads+blocks")
+BLOCK = 32  # neurons: blocks of the feed-forward layers are multiples of it, as the kernels' panels are
 # Numbers and paths of the engine; the kernels count the types in this order.
 DTYPES = ("fp32", "bf16", "int8")
 PATHS = ("auto", "avx512_bf16", "avx512", "avx2", "plain", "torch")
@@ -26,13 +28,17 @@ def _need(holds: bool, owner: str, name: str, value: Any, rule: str) -> None:
 class BudgetConfig:
     """How a budget is learned and spent. Written for units of a sublayer; a head is one kind of unit.
 
-    `target` is the mean share of head FLOPs that training aims at, in (0, 1]. `view` is what the router sees of an
-    input: the mean over real tokens, alone or beside the first token or the maximum.
+    `target` is the mean share of the units' FLOPs that training aims at, in (0, 1]. `scope` says what the units are:
+    heads, or heads and blocks of feed-forward neurons, `ffn_blocks` equal ones in each layer; one target holds over
+    all of them. `view` is what a router sees of an input: the mean over real tokens, alone or beside the first token
+    or the maximum.
     """
 
     target: float = 1.0
     estimator: str = "soft_topk"
-    min_units: int = 1
+    scope: str = "heads"
+    ffn_blocks: int = 12
+    min_units: int = 1  # of each sublayer; 0 lets one be skipped whole
     router_hidden: int = 64
     view: str = "mean"
     prior: float = 1.0  # scale of the dense twin's head importance in the scores that a router starts from
@@ -57,6 +63,8 @@ class BudgetConfig:
 
         need("target", 0.0 < self.target <= 1.0, "must lie in (0, 1]; 1 keeps every head")
         need("estimator", self.estimator in ESTIMATORS, f"choose one of {', '.join(ESTIMATORS)}")
+        need("scope", self.scope in SCOPES, f"choose one of {', '.join(SCOPES)}")
+        need("ffn_blocks", self.ffn_blocks >= 2, "must be 2 or more")
         need("view", self.view in ROUTER_VIEWS, f"choose one of {', '.join(ROUTER_VIEWS)}")
         need("loss", self.loss in BUDGET_LOSSES, f"choose one of {', '.join(BUDGET_LOSSES)}")
         need("min_units", self.min_units >= 0, "must be 0 or more")
@@ -72,6 +80,19 @@ class BudgetConfig:
     def routes(self) -> bool:
         """False for a dense model: a target of 1, held, leaves nothing to decide, and no router runs."""
         return self.target < 1.0 or self.loss != "lagrange"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each feed-forward layer that have a budget; 1 where the layer is one piece."""
+        return self.ffn_blocks if self.scope == "heads+blocks" else 1
+
+    def check_blocks(self, intermediate_size: int) -> None:
+        """UsageError unless the feed-forward layers can be cut into these blocks."""
+        if self.blocks > 1 and intermediate_size % (self.blocks * BLOCK):
+            raise UsageError(
+                f"ffn_blocks={self.ffn_blocks}: {intermediate_size} neurons cannot be cut into so many blocks of a "
+                f"multiple of {BLOCK}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from budgetformer import flops
 from budgetformer.attention import BudgetedMultiheadAttention, check_budget
 from budgetformer.config import BudgetConfig, EncoderConfig
 from budgetformer.errors import UsageError
-from budgetformer.router import Routing, allocate, pool
+from budgetformer.router import Router, Routing, allocate, forced, pool, shares_of
 from budgetformer.schedule import Exploration, Schedule
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -25,10 +26,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class EncoderOutput:
-    """hidden: (batch, token, width). routings: one per layer. all_hidden, all_weights: per layer, when asked for."""
+    """hidden: (batch, token, width). routings: of the heads, one per layer; block_routings: of the feed-forward blocks,
+    one per layer, or none where they have no budget. all_hidden, all_weights: per layer, when asked for.
+    """
 
     hidden: Float[Tensor, "batch token width"]
     routings: tuple[Routing, ...]
+    block_routings: tuple[Routing, ...] = ()
     all_hidden: tuple[Tensor, ...] | None = None
     all_weights: tuple[Tensor, ...] | None = None
 
@@ -69,17 +73,60 @@ class Embeddings(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """`act(x W1 + b1) W2 + b2`: a sum over blocks of neurons, as attention is a sum over heads."""
+    """`sum_j g_j(x) act(x W1_j + b1_j) W2_j + b2`: a sum over blocks of neurons, as attention is a sum over heads.
 
-    def __init__(self, config: EncoderConfig):
+    With a budget of blocks a router chooses each input's; block j is neurons `j * size` to `(j + 1) * size`.
+    """
+
+    def __init__(self, config: EncoderConfig, budget: BudgetConfig | None = None):
         super().__init__()
+        budget = budget or BudgetConfig()
+        budget.check_blocks(config.intermediate_size)
+        self.blocks = budget.blocks
+        self.router = Router(config.hidden_size, self.blocks, budget) if self.blocks > 1 else None
         self.up = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """Same shape out."""
-        return self.down(self.activation(self.up(x)))
+    def forward(
+        self,
+        x: Float[Tensor, "batch token width"],
+        keep: Bool[Tensor, "batch token"] | None = None,
+        *,
+        explore: Exploration | None = None,
+        count: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> tuple[Float[Tensor, "batch token width"], Routing | None]:
+        """Same shape out, and the routing of the blocks where they have a budget. count, gates: as for heads."""
+        if gates is not None:
+            routing = forced(gates.to(x.dtype))
+        elif self.router is not None and keep is not None and explore is not None:
+            routing = self.router(x, keep, explore=explore, count=count)
+        else:
+            return self.down(self.activation(self.up(x))), None
+        learning = self.training or torch.is_grad_enabled()
+        if learning or bool(routing.chosen.all()):
+            return self._masked(x, routing.gates), routing
+        return self._dispatch(x, routing.gates), routing
+
+    def _masked(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Every block runs; its output is multiplied by its gate. Differentiable in the gates."""
+        inner = self.activation(self.up(x)).unflatten(-1, (gates.shape[1], -1))
+        return self.down((inner * gates[:, None, :, None].to(inner.dtype)).flatten(-2))
+
+    def _dispatch(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Block by block, over the inputs that chose it. What was not chosen is neither read nor computed."""
+        output = self.down.bias.expand(*x.shape[:2], -1).clone()
+        size = self.up.out_features // gates.shape[1]
+        for j, picked in enumerate((gates != 0).T):
+            rows = picked.nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            part = slice(j * size, (j + 1) * size)
+            inner = self.activation(F.linear(x[rows], self.up.weight[part], self.up.bias[part]))
+            inner = inner * gates[rows, j, None, None].to(inner.dtype)
+            output.index_add_(0, rows, F.linear(inner, self.down.weight[:, part]).to(output.dtype))
+        return output
 
 
 class EncoderLayer(nn.Module):
@@ -96,7 +143,7 @@ class EncoderLayer(nn.Module):
             budget_config=budget,
         )
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config, budget)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -108,9 +155,11 @@ class EncoderLayer(nn.Module):
         explore: Exploration,
         count: Tensor | None = None,
         gates: Tensor | None = None,
+        block_count: Tensor | None = None,
+        blocks: Tensor | None = None,
         need_weights: bool = False,
-    ) -> tuple[Tensor, Routing, Tensor | None]:
-        """Output, the attention's routing, and its weights when asked for."""
+    ) -> tuple[Tensor, Routing, Routing | None, Tensor | None]:
+        """Output, the routing of the heads, that of the blocks, and the attention's weights when asked for."""
         inner = self.attention_norm(x) if self.pre else x
         done = self.attention.attend(
             inner, keep=keep, need_weights=need_weights, count=count, gates=gates, explore=explore
@@ -118,14 +167,16 @@ class EncoderLayer(nn.Module):
         x = x + self.dropout(done.output)
         x = x if self.pre else self.attention_norm(x)
         inner = self.feed_forward_norm(x) if self.pre else x
-        x = x + self.dropout(self.feed_forward(inner))
-        return x if self.pre else self.feed_forward_norm(x), done.routing, done.weights
+        ran, block_routing = self.feed_forward(inner, keep, explore=explore, count=block_count, gates=blocks)
+        x = x + self.dropout(ran)
+        return x if self.pre else self.feed_forward_norm(x), done.routing, block_routing, done.weights
 
 
 class Encoder(nn.Module):
     """Token ids to hidden states, with a routing per layer."""
 
     profile: Tensor
+    block_profile: Tensor
 
     def __init__(self, config: EncoderConfig, budget: BudgetConfig | None = None):
         super().__init__()
@@ -136,6 +187,8 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.norm == "pre" else None
         # Each layer's mean share in training: how a budget named at run time is spread over the layers.
         self.register_buffer("profile", torch.ones(config.num_layers))
+        if self.budget.blocks > 1:
+            self.register_buffer("block_profile", torch.ones(config.num_layers))
 
     def forward(
         self,
@@ -146,40 +199,61 @@ class Encoder(nn.Module):
         explore: Exploration | None = None,
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
+        blocks: Tensor | None = None,
         need_weights: bool = False,
         need_hidden: bool = False,
-        run_layer: Callable[..., tuple[Tensor, Routing, Tensor | None]] | None = None,
+        run_layer: Callable[..., tuple[Tensor, Routing, Routing | None, Tensor | None]] | None = None,
     ) -> EncoderOutput:
         """Encode a batch.
 
         budget: None spends what was learned; a share, or one per input, spends exactly that (over all layers
-        together). gates (batch, layer, head): the heads themselves. run_layer wraps the call of a layer
-        (gradient checkpointing).
+        together, and over the feed-forward blocks where they have a budget). gates (batch, layer, head) and blocks
+        (batch, layer, block): the units themselves. run_layer wraps the call of a layer (gradient checkpointing).
         """
         keep = torch.ones_like(input_ids, dtype=torch.bool) if keep is None else keep
         explore = explore or Schedule(budget=self.budget).settled
-        count = None
+        count = block_count = None
         if budget is not None:
-            shares = check_budget(budget, len(input_ids), input_ids.device)
-            count = allocate(shares, self.profile, self.config.num_heads, self.budget.min_units)
+            count, block_count = self.counts(check_budget(budget, len(input_ids), input_ids.device), keep.sum(1))
         x = self.embeddings(input_ids, keep, token_types)
-        routings, hidden, weights = [], [x], []
+        routings, block_routings, hidden, weights = [], [], [x], []
         for i, layer in enumerate(self.layers):
             call = layer if run_layer is None else (lambda *args, layer=layer, **kw: run_layer(layer, *args, **kw))
-            x, routing, layer_weights = call(
+            x, routing, block_routing, layer_weights = call(
                 x,
                 keep,
                 explore=explore,
                 count=None if count is None else count[:, i],
                 gates=None if gates is None else gates[:, i],
+                block_count=None if block_count is None else block_count[:, i],
+                blocks=None if blocks is None else blocks[:, i],
                 need_weights=need_weights,
             )
             routings.append(routing)
+            if block_routing is not None:
+                block_routings.append(block_routing)
             hidden.append(x)
             weights.append(layer_weights)
         x = x if self.norm is None else self.norm(x)
         return EncoderOutput(
-            x, tuple(routings), tuple(hidden) if need_hidden else None, tuple(weights) if need_weights else None
+            x,
+            tuple(routings),
+            tuple(block_routings),
+            tuple(hidden) if need_hidden else None,
+            tuple(weights) if need_weights else None,
+        )
+
+    def counts(self, budget: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Heads and blocks per input and layer, (batch, layer) each, that a named budget (batch,) buys."""
+        heads, lowest, blocks = self.config.num_heads, self.budget.min_units, self.budget.blocks
+        if blocks == 1:
+            return allocate(budget, self.profile, heads, lowest), None
+        learned = torch.stack([self.profile.mean(), self.block_profile.mean()])
+        costs = torch.stack([heads * flops.head(tokens, self.config), flops.feed_forward(tokens, self.config)], dim=1)
+        share = shares_of(budget, learned, costs)
+        return (
+            allocate(share[:, 0], self.profile, heads, lowest),
+            allocate(share[:, 1], self.block_profile, blocks, lowest),
         )
 
 

@@ -49,9 +49,10 @@ def feed_forward(tokens: Any, config: EncoderConfig) -> Any:
 
 
 def router(config: EncoderConfig, budget: BudgetConfig) -> int:
-    """One router, whatever the length: controller and scorer read one pooled vector."""
+    """The routers of one layer, whatever the length: controller and scorer read one pooled vector."""
     seen = config.hidden_size if budget.view == "mean" else 2 * config.hidden_size
-    return 2 * (seen * budget.router_hidden + budget.router_hidden + seen * config.num_heads)
+    units = (config.num_heads,) if budget.blocks == 1 else (config.num_heads, budget.blocks)
+    return sum(2 * (seen * budget.router_hidden + budget.router_hidden + seen * n) for n in units)
 
 
 def work(

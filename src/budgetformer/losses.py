@@ -68,14 +68,20 @@ def difficulty(teacher: Tensor, labels: Tensor, problem: str) -> Tensor:
     return (loss - loss.mean()) / loss.std(correction=0).clamp_min(1e-6)
 
 
-def mean_cost(routings: tuple[Routing, ...], weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Cost of each input (batch,), mean over layers; and of the batch, inputs weighted by what their heads cost.
+def mean_cost(*kinds: tuple[tuple[Routing, ...], Tensor]) -> tuple[Tensor, Tensor]:
+    """The share of units' FLOPs that each input spends, (batch,), and that the batch spends.
 
-    With `weights` the operations of one head at each input's length, the batch's cost is the share of head FLOPs.
+    Each kind is its routings, one per layer, and what all of its units in one layer cost an input at its own length,
+    (batch,): longer inputs weigh more, and a block of neurons as much as it costs beside a head.
     """
-    each = torch.stack([routing.cost for routing in routings], dim=1).mean(1)
-    weights = weights.to(each.dtype)
-    return each, (each * weights).sum() / weights.sum()
+    spent, whole = 0.0, 0.0
+    for routings, cost in kinds:
+        share = torch.stack([routing.cost for routing in routings], dim=1)
+        cost = cost.to(share.dtype)
+        spent = spent + share.sum(1) * cost
+        whole = whole + len(routings) * cost
+    each = torch.as_tensor(spent / whole)
+    return each, torch.as_tensor(spent).sum() / torch.as_tensor(whole).sum()
 
 
 def lagrange(cost: Tensor, target: float, price: Tensor) -> Tensor:

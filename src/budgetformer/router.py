@@ -98,6 +98,26 @@ class Router(nn.Module):
         return Routing(share, scores, decided.value, decided.chosen, decided.cost)
 
 
+def shares_of(
+    budget: Float[Tensor, " batch"], learned: Float[Tensor, " kind"], costs: Float[Tensor, "batch kind"]
+) -> Float[Tensor, "batch kind"]:
+    """A named budget, split over the kinds of units (heads, blocks) as training split its own: each kind's share.
+
+    `learned` is each kind's mean share in training, `costs` what all units of a kind cost an input. One shift in logit
+    space is found for all kinds, so that together they cost `budget` of everything.
+    """
+    if len(learned) == 1:
+        return budget[:, None].double()
+    z = torch.logit(learned.double().clamp(1e-3, 1 - 1e-3)).expand(len(budget), -1)
+    costs = costs.double() / costs.sum(1, keepdim=True)
+    low, high = z.new_full((len(budget), 1), -40.0), z.new_full((len(budget), 1), 40.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        few = (costs * torch.sigmoid(z + middle)).sum(1, keepdim=True) < budget.double()[:, None]
+        low, high = torch.where(few, middle, low), torch.where(few, high, middle)
+    return torch.sigmoid(z + (low + high) / 2)
+
+
 def forced(gates: Float[Tensor, "batch units"]) -> Routing:
     """The routing a caller names unit by unit, instead of a router's: 0 is off, anything else multiplies the unit."""
     zeros = torch.zeros_like(gates)
