@@ -60,7 +60,7 @@ def test_work_equals_what_torch_counts(tokens, budget, view, hidden, embedding_s
     with torch.no_grad():
         heads = torch.stack([r.chosen.sum(-1) for r in model(ids, budget=budget)[1]], 1)
     work = flops.work(torch.tensor([tokens]), heads, config, budgets, labels=LABELS, dense_head=hidden is not None)
-    assert parts(model, ids, budget=budget) == (int(work.attention), int(work.router), int(work.rest))
+    assert parts(model, ids, budget=budget) == (int(work.attention), int(work.router), int(work.rest + work.feed_forward))
     assert counted(lambda: model(ids, budget=budget)) == int(work.total)
     if budget == 1.0:
         assert int(work.attention) == int(work.attention_dense)
@@ -73,7 +73,7 @@ def test_named_heads_cost_what_they_are():
     dense = torch.ones(1, LAYERS, HEADS)
     for gates in (dense, (torch.rand(1, LAYERS, HEADS) < 0.4).float(), torch.zeros(1, LAYERS, HEADS)):
         work = flops.work(torch.tensor([11]), gates.sum(-1), config, budgets, labels=LABELS)
-        assert parts(model, ids, gates=gates) == (int(work.attention), 0, int(work.rest))
+        assert parts(model, ids, gates=gates) == (int(work.attention), 0, int(work.rest + work.feed_forward))
     assert int(work.total_dense) == counted(lambda: model(ids, gates=dense))
 
 
@@ -94,7 +94,8 @@ def test_work_by_hand():
     assert work.attention.tolist() == [20.0]
     assert work.attention_dense.tolist() == [40.0]
     assert work.router.tolist() == [2 * (2 * 5 + 5 + 2 * 2)]
-    assert work.rest.tolist() == [4 * 2 * 3 + 2 * 2 * 7]
+    assert work.feed_forward.tolist() == [4 * 2 * 3]
+    assert work.rest.tolist() == [2 * 2 * 7]
 
 
 def test_numpy_counts_what_torch_counts():

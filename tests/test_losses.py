@@ -79,12 +79,19 @@ def test_difficulty_is_standardised_and_high_where_the_teacher_errs(problem):
 def test_mean_cost_weighs_inputs_by_their_flops():
     """Costs (1, 0) and (0, 0.5) of two layers: per input 0.5 and 0.25; the second input is three times as dear."""
     scores = torch.zeros(2, 7)
-    each, cost = losses.mean_cost(
-        (routing([1.0, 1.0], scores, [1.0, 0.0]), routing([1.0, 1.0], scores, [0.0, 0.5])),
-        torch.tensor([10.0, 30.0], dtype=torch.float64),
-    )
+    routings = (routing([1.0, 1.0], scores, [1.0, 0.0]), routing([1.0, 1.0], scores, [0.0, 0.5]))
+    weights = torch.tensor([10.0, 30.0], dtype=torch.float64)
+    each, cost = losses.mean_cost((routings, weights))
     assert each.tolist() == [0.5, 0.25]
     assert float(cost) == pytest.approx((0.5 * 10 + 0.25 * 30) / 40)
+
+
+def test_mean_cost_over_two_kinds_of_units():
+    """Heads of one layer cost 10, its blocks 30: an input with all heads and half its blocks spends 25 of 40."""
+    heads, blocks = routing([1.0], torch.zeros(1, 7), [1.0]), routing([1.0], torch.zeros(1, 5), [0.5])
+    each, cost = losses.mean_cost(((heads,), torch.tensor([10.0])), ((blocks,), torch.tensor([30.0])))
+    assert each.tolist() == [0.625]
+    assert float(cost) == pytest.approx(0.625)
 
 
 def test_lagrange_by_hand():

@@ -15,22 +15,30 @@ from budgetformer.config import BudgetConfig, EncoderConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of each input of a batch, (batch,), float64. `*_dense` is the same input with every head on."""
+    """Operations of each input of a batch, (batch,), float64. `*_dense` is the same input with every unit on."""
 
     attention: Any
     attention_dense: Any
+    feed_forward: Any
+    feed_forward_dense: Any
     router: Any
     rest: Any
 
     @property
     def total(self) -> Any:
         """All that ran, router included."""
-        return self.attention + self.router + self.rest
+        return self.attention + self.feed_forward + self.router + self.rest
 
     @property
     def total_dense(self) -> Any:
         """The dense twin, which has no router."""
-        return self.attention_dense + self.rest
+        return self.attention_dense + self.feed_forward_dense + self.rest
+
+    def units(self, budget: BudgetConfig) -> tuple[Any, Any]:
+        """What has a budget: operations of the units that ran, and of all of them."""
+        if budget.blocks == 1:
+            return self.attention, self.attention_dense
+        return self.attention + self.feed_forward, self.attention_dense + self.feed_forward_dense
 
 
 def _exact(numbers: Any) -> Any:
@@ -62,13 +70,17 @@ def work(
     budget: BudgetConfig,
     *,
     labels: int,
+    blocks: Any = None,
     dense_head: bool = False,
     routed: bool = True,
 ) -> Work:
-    """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran. routed: routers ran too."""
+    """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran. blocks (batch, layer): the
+    share of each feed-forward layer that ran; None is all. routed: routers ran too.
+    """
     per_head = head(tokens, config)
     width = config.hidden_size
-    rest = config.num_layers * feed_forward(tokens, config) + 2 * width * labels
+    one = feed_forward(tokens, config)
+    rest = 0 * per_head + 2 * width * labels
     if dense_head:
         rest = rest + 2 * width * width
     if config.embedding_size not in (None, width):
@@ -76,6 +88,8 @@ def work(
     return Work(
         attention=per_head * _exact(heads).sum(1),
         attention_dense=per_head * float(config.num_heads * config.num_layers),
+        feed_forward=one * (float(config.num_layers) if blocks is None else _exact(blocks).sum(1)),
+        feed_forward_dense=one * float(config.num_layers),
         router=0 * per_head + (config.num_layers * router(config, budget) if routed else 0),
         rest=rest,
     )

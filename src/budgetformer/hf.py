@@ -30,7 +30,9 @@ class BudgetFormerConfig(PreTrainedConfig):
 
     model_type = "budgetformer"
     __no_type_check__ = True  # a run-time checker knows the fields, but not the words that the base class takes
-    keys_to_ignore_at_inference = ["gates", "wanted", "head_share", "loss_parts", "hidden_states", "attentions"]  # noqa: RUF012
+    keys_to_ignore_at_inference = [  # noqa: RUF012
+        *("gates", "blocks", "wanted", "head_share", "loss_parts", "hidden_states", "attentions")
+    ]
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "num_heads",
@@ -72,8 +74,8 @@ class BudgetFormerConfig(PreTrainedConfig):
         for key, value in kwargs.items():
             if key.lstrip("_").startswith(("attn_implementation", "experts_implementation")):
                 refuse_implementation(key, value)
-        # Valid or not constructed: both raise UsageError with name, value, rule.
-        _ = self.encoder_config, self.budget_config
+        # Valid or not constructed: all raise UsageError with name, value, rule.
+        self.budget_config.check_blocks(self.encoder_config.intermediate_size)
         if self.pooling not in ("mean", "first"):
             raise UsageError(f"pooling={self.pooling!r}: choose mean or first")
         self.budget = asdict(self.budget_config)
@@ -100,14 +102,16 @@ def refuse_implementation(key: str, value: Any) -> None:
 class BudgetFormerOutput(ModelOutput):
     """Output of both models.
 
-    loss: total. logits (batch, labels). gates (batch, layer, head): 1 where a head ran. wanted (batch, layer): the
-    share each budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss by name.
+    loss: total. logits (batch, labels). gates (batch, layer, head): 1 where a head ran. blocks (batch, layer, block): 1
+    where a feed-forward block ran; None where they have no budget. wanted (batch, layer): the share of heads that each
+    budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss by name.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     gates: Tensor | None = None
+    blocks: Tensor | None = None
     wanted: Tensor | None = None
     head_share: Tensor | None = None
     loss_parts: dict[str, Tensor] | None = None
@@ -136,6 +140,8 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.in_proj_bias)
         elif isinstance(module, Encoder):
             nn.init.ones_(module.profile)
+            if module.budget.blocks > 1:
+                nn.init.ones_(module.block_profile)
         elif isinstance(module, BudgetFormerForSequenceClassification):
             nn.init.zeros_(module.multiplier)
             nn.init.zeros_(module.overspent)
@@ -187,6 +193,7 @@ class BudgetFormerModel(BudgetFormerPreTrainedModel):
         *,
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
+        blocks: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -198,6 +205,7 @@ class BudgetFormerModel(BudgetFormerPreTrainedModel):
             token_type_ids,
             budget=budget,
             gates=gates,
+            blocks=blocks,
             need_weights=_flag(output_attentions, self.config.output_attentions),
             need_hidden=_flag(output_hidden_states, self.config.output_hidden_states),
         )
@@ -239,6 +247,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         *,
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
+        blocks: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -246,14 +255,15 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """Classify a batch.
 
         labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
-        twin's answer, to be distilled. budget, gates: as in `Encoder.forward`.
+        twin's answer, to be distilled. budget, gates, blocks: as in `Encoder.forward`.
         """
         keep = keep_of(input_ids, attention_mask)
         budget_config = self.config.budget_config
         explore = Schedule(budget=budget_config).at(self.progress) if self.training else None
-        if gates is None and budget is None and not budget_config.routes:
-            shape = (len(input_ids), self.config.num_layers, self.config.num_heads)
-            gates = torch.ones(shape, device=input_ids.device)
+        if budget is None and not budget_config.routes:
+            gates = self._all(len(input_ids), self.config.num_heads) if gates is None else gates
+            if budget_config.blocks > 1 and blocks is None:
+                blocks = self._all(len(input_ids), budget_config.blocks)
         out = self.budgetformer.encode(
             input_ids,
             keep,
@@ -261,11 +271,12 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             explore=explore,
             budget=budget,
             gates=gates,
+            blocks=blocks,
             need_weights=_flag(output_attentions, self.config.output_attentions),
             need_hidden=_flag(output_hidden_states, self.config.output_hidden_states),
         )
         logits = self.classifier(out.hidden, keep)
-        routed = gates is None and budget is None
+        routed = gates is None and blocks is None and budget is None
         parts = self._losses(logits, labels, teacher_logits, out, keep, routed) if labels is not None else None
         output = BudgetFormerOutput(
             loss=None if parts is None else parts.total,
@@ -274,6 +285,9 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             **_routing_fields(out),
         )
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def _all(self, batch: int, units: int) -> Tensor:
+        return torch.ones(batch, self.config.num_layers, units, device=self.device)
 
     def _losses(
         self, logits: Tensor, labels: Tensor, teacher: Tensor | None, out: EncoderOutput, keep: Tensor, routed: bool
@@ -301,7 +315,11 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 budget=losses.paper_hinge(out.routings, budget_config),
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
-        each, cost = losses.mean_cost(out.routings, flops.head(keep.sum(1), config.encoder_config))
+        sizes, tokens = config.encoder_config, keep.sum(1)
+        kinds = [(out.routings, sizes.num_heads * flops.head(tokens, sizes))]
+        if out.block_routings:
+            kinds.append((out.block_routings, flops.feed_forward(tokens, sizes)))
+        each, cost = losses.mean_cost(*kinds)
         # The last step's overspending, not this one's: multiplied by its own gradient it would also punish the variance
         # over inputs. Not a mean of many steps: that lags, and layers swing to all or nothing.
         price = self.multiplier + budget_config.stiffness * self.overspent
@@ -315,14 +333,18 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
     @torch.no_grad()
     def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:
         """Dual ascent on the multiplier, this step's overspending for the next, running means of layers' shares."""
-        shares = torch.stack([routing.chosen.float().mean() for routing in out.routings])
+        every = (*out.routings, *out.block_routings)
+        shares = torch.stack([routing.chosen.float().mean() for routing in every])
         seen = torch.cat([cost.float()[None], shares])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(seen)
             seen /= torch.distributed.get_world_size()
         self.multiplier += self.config.budget_config.multiplier_rate * (seen[0] - target)
         self.overspent.copy_(seen[0] - target)
-        self.budgetformer.encoder.profile.lerp_(seen[1:], 0.05)
+        layers, encoder = len(out.routings), self.budgetformer.encoder
+        encoder.profile.lerp_(seen[1 : 1 + layers], 0.05)
+        if out.block_routings:
+            encoder.block_profile.lerp_(seen[1 + layers :], 0.05)
 
     def _problem(self, labels: Tensor) -> str:
         problem = self.config.problem_type
@@ -365,8 +387,10 @@ def _flag(asked: bool | None, default: bool | None) -> bool:
 
 def _routing_fields(out: EncoderOutput) -> dict[str, Any]:
     gates = torch.stack([routing.chosen for routing in out.routings], dim=1).float()
+    ran = [routing.chosen for routing in out.block_routings]
     return {
         "gates": gates,
+        "blocks": torch.stack(ran, dim=1).float() if ran else None,
         "wanted": torch.stack([routing.share for routing in out.routings], dim=1).detach(),
         "head_share": gates.mean((1, 2)),
         "hidden_states": out.all_hidden,

@@ -17,13 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from budgetformer import flops
+from budgetformer.config import BudgetConfig
 from budgetformer.router import Router
 from budgetformer.text import Encoded, collator, length_batches
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,)."""
+    """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,).
+
+    blocks (rows, layer, block) where feed-forward blocks have a budget.
+    """
 
     logits: Tensor
     gates: Tensor
@@ -31,6 +35,7 @@ class Predictions:
     tokens: Tensor
     seconds: float
     peak_memory_mb: float | None
+    blocks: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -41,7 +46,7 @@ def predict(
     device = next(model.parameters()).device
     collate = collator(model.config.pad_token_id or 0)
     batches = length_batches(encoded.lengths, batch_size)
-    logits, gates, wanted = [], [], []
+    logits, gates, blocks, wanted = [], [], [], []
     with peak_memory(device) as peak:
         start = time.perf_counter()
         for rows in batches:
@@ -50,6 +55,8 @@ def predict(
             out = model(**batch, budget=budget)
             logits.append(out.logits.float().cpu())
             gates.append(out.gates.cpu())
+            if out.blocks is not None:
+                blocks.append(out.blocks.cpu())
             wanted.append(out.wanted.float().cpu())
             if progress is not None:
                 progress(len(rows))
@@ -62,6 +69,7 @@ def predict(
         torch.tensor(encoded.lengths),
         seconds,
         peak.megabytes,
+        torch.cat(blocks)[back] if blocks else None,
     )
 
 
@@ -110,7 +118,7 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def work(tokens: Tensor, heads: Tensor, config: Any) -> flops.Work:
+def work(tokens: Tensor, heads: Tensor, config: Any, blocks: Tensor | None = None) -> flops.Work:
     """Operations of inputs of `tokens` (batch,) tokens when `heads` (batch, layer) heads ran, by a model's config."""
     return flops.work(
         tokens,
@@ -118,6 +126,7 @@ def work(tokens: Tensor, heads: Tensor, config: Any) -> flops.Work:
         config.encoder_config,
         config.budget_config,
         labels=config.num_labels,
+        blocks=blocks,
         dense_head=config.head_hidden is not None,
         routed=config.budget_config.routes,
     )
@@ -125,13 +134,19 @@ def work(tokens: Tensor, heads: Tensor, config: Any) -> flops.Work:
 
 def costs(answers: Predictions, config: Any) -> dict[str, float]:
     """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
-    return costs_of(answers, work(answers.tokens, answers.gates.sum(-1), config))
+    blocks = None if answers.blocks is None else answers.blocks.mean(-1)
+    return costs_of(answers, work(answers.tokens, answers.gates.sum(-1), config, blocks), config.budget_config)
 
 
-def costs_of(answers: Predictions, done: flops.Work) -> dict[str, float]:
+def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> dict[str, float]:
     """The same, once the work is counted."""
     share = answers.gates.mean((1, 2))
+    ran, every = done.units(budget)
+    blocks = {} if answers.blocks is None else {"block_share": float(answers.blocks.mean())}
     return {
+        "units_flops_share": float(ran.sum() / every.sum()),
+        "units_flops_share_std": float((ran / every).std(correction=0)),
+        **blocks,
         "head_share": float(share.mean()),
         "head_share_std": float(share.std(correction=0)),
         "attention_flops_share": float(done.attention.sum() / done.attention_dense.sum()),
@@ -153,6 +168,7 @@ def distributions(answers: Predictions, labels: Sequence[Any], names: list[str])
             by_class[name] = _rounded(answers.gates[rows].mean(0))
     return {
         "shares_by_layer": _rounded(answers.gates.mean((0, 2))),
+        **({} if answers.blocks is None else {"block_shares_by_layer": _rounded(answers.blocks.mean((0, 2)))}),
         "heads_by_layer": _rounded(answers.gates.mean(0)),
         "heads_by_class": by_class,
         "share_histogram": {"edges": [round(float(e), 4) for e in edges], "counts": counts.tolist()},

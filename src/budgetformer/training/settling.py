@@ -1,18 +1,20 @@
 """The last step of training: meet the budget in use, where no dropout disturbs what the routers see."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from budgetformer.metrics import costs, predict
+from budgetformer.router import Router
 from budgetformer.text import Encoded
 
-CLOSE = 0.002  # share of attention FLOPs
+CLOSE = 0.002  # share of the units' FLOPs
 
 
 @torch.no_grad()
 def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8) -> float:
-    """Shift all budget controllers together until the share of attention FLOPs in use is the target; returns the shift.
+    """Shift all budget controllers together until the share of units' FLOPs in use is the target; returns the shift.
 
     Training holds the share under dropout; without it the routers see other states and spend a little less or more.
     One number is fitted, on training texts, without labels: which inputs and layers get more than others stays as
@@ -20,14 +22,15 @@ def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8)
     """
     target = model.config.budget_config.target
     texts = Encoded(encoded.items[:: max(1, len(encoded) // sample)][:sample])
-    biases = [layer.attention.router.controller[2].bias for layer in model.budgetformer.encoder.layers]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    biases = [cast(Tensor, router.controller[2].bias) for router in routers]
     learned = [bias.clone() for bias in biases]
     model.eval()
 
     def missed(shift: float) -> float:
         for bias, start in zip(biases, learned, strict=True):
             bias.copy_(start + shift)
-        return costs(predict(model, texts), model.config)["attention_flops_share"] - target
+        return costs(predict(model, texts), model.config)["units_flops_share"] - target
 
     found = {0.0: missed(0.0)}
     low, high = (-1.0, 0.0) if found[0.0] > 0 else (0.0, 1.0)
