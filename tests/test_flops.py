@@ -60,7 +60,8 @@ def test_work_equals_what_torch_counts(tokens, budget, view, hidden, embedding_s
     with torch.no_grad():
         heads = torch.stack([r.chosen.sum(-1) for r in model(ids, budget=budget)[1]], 1)
     work = flops.work(torch.tensor([tokens]), heads, config, budgets, labels=LABELS, dense_head=hidden is not None)
-    assert parts(model, ids, budget=budget) == (int(work.attention), int(work.router), int(work.rest + work.feed_forward))
+    rest = int(work.rest + work.feed_forward)
+    assert parts(model, ids, budget=budget) == (int(work.attention), int(work.router), rest)
     assert counted(lambda: model(ids, budget=budget)) == int(work.total)
     if budget == 1.0:
         assert int(work.attention) == int(work.attention_dense)

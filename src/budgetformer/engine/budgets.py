@@ -22,6 +22,21 @@ def shares(budget: float | Sequence[float] | np.ndarray, batch: int) -> np.ndarr
     return np.broadcast_to(given, (batch,))
 
 
+def split(budget: np.ndarray, learned: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Each kind's share of a named budget, float64 (batch, kind): the twin of `router.shares_of`.
+
+    budget: (batch,). learned: (kind,), mean shares in training. costs: (batch, kind), what all units of a kind cost.
+    """
+    learned = np.clip(np.asarray(learned, np.float64), 1e-3, 1 - 1e-3)
+    z, costs = np.log(learned / (1 - learned)), costs / costs.sum(1, keepdims=True)
+    low, high = np.full((len(budget), 1), -40.0), np.full((len(budget), 1), 40.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        few = (costs / (1 + np.exp(-(z + middle)))).sum(1, keepdims=True) < budget[:, None]
+        low, high = np.where(few, middle, low), np.where(few, high, middle)
+    return 1 / (1 + np.exp(-(z + (low + high) / 2)))
+
+
 def allocate(budget: np.ndarray, profile: np.ndarray, units: int, min_units: int) -> np.ndarray:
     """Whole numbers of units per layer that spend each input's share as training spent its own: int32 (batch, layer).
 

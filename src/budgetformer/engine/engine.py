@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from budgetformer import flops
 from budgetformer.config import BATCH_TOKENS, DTYPES, PATHS
 from budgetformer.engine import native
-from budgetformer.engine.budgets import allocate, shares
+from budgetformer.engine.budgets import allocate, shares, split
 from budgetformer.engine.packed import Output, Packed, Path
 from budgetformer.engine.saved import Saved, read_saved
 from budgetformer.engine.tokenizer import FolderTokenizer
@@ -173,7 +174,13 @@ class Engine:
             layers, heads = e.num_layers, e.num_heads
             nothing = np.zeros((0, len(self.labels)), np.float32)
             return Output(nothing, np.zeros((0, layers, heads), np.uint8), np.zeros((0, layers), np.float32))
-        return Output(*(np.concatenate(parts) for parts in zip(*map(_three, outputs), strict=True)))
+        blocks = [output.blocks for output in outputs if output.blocks is not None]
+        return Output(
+            np.concatenate([output.logits for output in outputs]),
+            np.concatenate([output.gates for output in outputs]),
+            np.concatenate([output.wanted for output in outputs]),
+            blocks=np.concatenate(blocks) if blocks else None,
+        )
 
     def run(
         self,
@@ -182,17 +189,34 @@ class Engine:
         budget: Budget = None,
         counts: np.ndarray | None = None,
         gates: np.ndarray | None = None,
+        block_counts: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
         need_hidden: bool = False,
     ) -> Output:
-        """One packed batch, token ids to logits, computed at once. counts, gates, blocks: as in `Path.run`."""
-        if budget is not None and (counts is not None or gates is not None):
-            raise UsageError("budget was given beside counts or gates: name one of them")
+        """One packed batch, token ids to logits, computed at once; counts, gates, block_counts, blocks as in `Path.run`.
+
+        A named budget is spent over heads and, where they have one, feed-forward blocks, as training spent its own.
+        """
         if budget is not None:
-            e, routing = self.weights.encoder, self.weights.budget
-            profile = self.weights.tensors["profile"]
-            counts = allocate(shares(budget, len(batch)), profile, e.num_heads, routing.min_units)
-        return self.path.run(batch, counts=counts, gates=gates, blocks=blocks, need_hidden=need_hidden)
+            if any(given is not None for given in (counts, gates, block_counts, blocks)):
+                raise UsageError("budget was given beside counts, gates or blocks: name one of them")
+            counts, block_counts = self._counts(shares(budget, len(batch)), batch.lengths)
+        return self.path.run(
+            batch, counts=counts, gates=gates, block_counts=block_counts, blocks=blocks, need_hidden=need_hidden
+        )
+
+    def _counts(self, budget: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Heads and blocks per input and layer that a named budget buys: the twin of `Encoder.counts`."""
+        e, routing, tensors = self.weights.encoder, self.weights.budget, self.weights.tensors
+        if routing.blocks == 1:
+            return allocate(budget, tensors["profile"], e.num_heads, routing.min_units), None
+        learned = np.array([tensors["profile"].mean(), tensors["block_profile"].mean()])
+        costs = np.stack([e.num_heads * flops.head(tokens, e), flops.feed_forward(tokens, e)], axis=1)
+        share = split(budget, learned, costs)
+        return (
+            allocate(share[:, 0], tensors["profile"], e.num_heads, routing.min_units),
+            allocate(share[:, 1], tensors["block_profile"], routing.blocks, routing.min_units),
+        )
 
     def batches(self, tokens: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
         """First place and the place after the last of each batch: at most `batch_tokens` tokens, or one long text."""
@@ -204,10 +228,6 @@ class Engine:
             held += len(one)
         if first < len(tokens):
             yield first, len(tokens)
-
-
-def _three(output: Output) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return output.logits, output.gates, output.wanted
 
 
 def probabilities(logits: np.ndarray, multi_label: bool) -> np.ndarray:

@@ -24,7 +24,7 @@ VIEWS = {"mean": 0, "mean+first": 1, "mean+max": 2}
 KERNEL_ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "silu": 3, "tanh": 4}
 assert set(KERNEL_ACTIVATIONS) == set(ACTIVATIONS)
 
-INTERFACE = 1  # of kernels/api.cpp
+INTERFACE = 2  # of kernels/api.cpp
 _POINTER = ctypes.c_void_p
 
 
@@ -35,8 +35,8 @@ class _Batch(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("inputs", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
-        *[(name, _POINTER) for name in ("ids", "types", "offsets", "counts", "gates", "ffn")],
-        *[(name, _POINTER) for name in ("chosen", "wanted", "logits", "hidden")],
+        *[(name, _POINTER) for name in ("ids", "types", "offsets", "counts", "block_counts", "gates", "ffn")],
+        *[(name, _POINTER) for name in ("chosen", "block_chosen", "wanted", "logits", "hidden")],
     ]
 
 
@@ -133,7 +133,7 @@ class NativePath:
             raise UsageError(f"dtype is {dtype!r}; the path {name} has no such instructions, use fp32 or int8")
         self.name, self.dtype, self.threads = name, dtype, threads
         self._lib = lib
-        self._encoder, self._labels = weights.encoder, len(weights.labels)
+        self._encoder, self._budget, self._labels = weights.encoder, weights.budget, len(weights.labels)
         e, budget = weights.encoder, weights.budget
         spec = np.array(
             [
@@ -144,7 +144,7 @@ class NativePath:
                 weights.pooling == "first",
                 -1 if weights.head_hidden is None else KERNEL_ACTIVATIONS[weights.head_hidden],
                 *(budget.routes, ESTIMATORS[budget.estimator], VIEWS[budget.view]),
-                *(budget.min_units, budget.router_hidden),
+                *(budget.min_units, budget.router_hidden, budget.blocks),
                 DTYPES.index(dtype),
             ],
             np.int32,
@@ -173,6 +173,7 @@ class NativePath:
         *,
         counts: np.ndarray | None = None,
         gates: np.ndarray | None = None,
+        block_counts: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
         need_hidden: bool = False,
     ) -> Output:
@@ -182,21 +183,25 @@ class NativePath:
             UsageError: what `checked` refuses; blocks of no multiple of 32 neurons.
             MemoryError: the batch does not fit; nothing is lost, a smaller one can be run.
         """
-        call = checked(batch, self._encoder, counts=counts, gates=gates, blocks=blocks)
+        given = {"counts": counts, "gates": gates, "block_counts": block_counts, "blocks": blocks}
+        call = checked(batch, self._encoder, units=self._budget.blocks, **given)
         size, layers, heads = len(call.offsets) - 1, self._encoder.num_layers, self._encoder.num_heads
         tokens = len(call.ids)
-        cut = 1 if call.blocks is None else call.blocks.shape[-1]
+        cut = self._budget.blocks if call.blocks is None else call.blocks.shape[-1]
+        ran = call.blocks
+        if ran is None and cut > 1:  # written by the routers, or, where none decides, all of them
+            ran = np.ones((size, layers, cut), np.uint8)
         chosen = np.empty((size, layers, heads), np.uint8)
         wanted = np.empty((size, layers), np.float32)
         logits = np.empty((size, self._labels), np.float32)
         hidden = np.empty((tokens, self._encoder.hidden_size), np.float32) if need_hidden else None
         if size == 0:
-            return Output(logits, chosen, wanted, hidden)
-        given = (call.ids, call.types, call.offsets, call.counts, call.gates, call.blocks)
-        arrays = (*given, chosen, wanted, logits, hidden)
+            return Output(logits, chosen, wanted, hidden, ran)
+        into = (call.ids, call.types, call.offsets, call.counts, call.block_counts, call.gates, call.blocks)
+        arrays = (*into, chosen, ran, wanted, logits, hidden)
         pointers = [None if array is None else array.ctypes.data for array in arrays]
         self._checked(self._lib.bf_run(self._handle, ctypes.byref(_Batch(tokens, size, cut, *pointers))))
-        return Output(logits, chosen, wanted, hidden)
+        return Output(logits, chosen, wanted, hidden, ran)
 
     def _checked(self, code: int) -> None:
         if code == 0:

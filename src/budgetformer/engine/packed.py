@@ -59,13 +59,15 @@ class Output:
 
     logits: float32 (batch, labels). gates: uint8 (batch, layer, head), 1 where a head ran. wanted: float32 (batch,
     layer), the share of heads that each layer's controller asked for; that of the heads that ran where no router was
-    asked. hidden: float32 (tokens, width), the last hidden states in the order of `Packed.ids`; None unless asked for.
+    asked. blocks: uint8 (batch, layer, block), 1 where a feed-forward block ran; None where they are not chosen.
+    hidden: float32 (tokens, width), the last hidden states in the order of `Packed.ids`; None unless asked for.
     """
 
     logits: np.ndarray
     gates: np.ndarray
     wanted: np.ndarray
     hidden: np.ndarray | None = None
+    blocks: np.ndarray | None = None
 
 
 class Path(Protocol):
@@ -90,6 +92,7 @@ class Path(Protocol):
         *,
         counts: np.ndarray | None = None,
         gates: np.ndarray | None = None,
+        block_counts: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
         need_hidden: bool = False,
     ) -> Output:
@@ -97,9 +100,10 @@ class Path(Protocol):
 
         counts: int32 (batch, layer), heads per input and layer as a named budget gives them (`budgets.allocate`); the
         scorer chooses which. gates: uint8 (batch, layer, head), the heads themselves, no router is asked. Both None:
-        the routers decide, or, for a model whose `budget.routes` is False, all heads run. blocks: uint8 (batch, layer,
-        block), which of the equal blocks of feed-forward neurons run; None runs all. The kernels want blocks of a
-        multiple of 32 neurons. A batch without inputs has an output without rows.
+        the routers decide, or, for a model whose `budget.routes` is False, all heads run. block_counts and blocks say
+        the same of the feed-forward layers' blocks, (batch, layer) and (batch, layer, block); with both None routers
+        decide where the model has them, else all run. A model without a budget of blocks takes blocks cut in any
+        equal way; the kernels want a multiple of 32 neurons. A batch without inputs has an output without rows.
 
         Raises:
             UsageError: what `checked` refuses.
@@ -116,6 +120,7 @@ class Call:
     types: np.ndarray | None
     counts: np.ndarray | None
     gates: np.ndarray | None
+    block_counts: np.ndarray | None
     blocks: np.ndarray | None
 
 
@@ -123,13 +128,16 @@ def checked(
     batch: Packed,
     encoder: EncoderConfig,
     *,
+    units: int = 1,
     counts: np.ndarray | None = None,
     gates: np.ndarray | None = None,
+    block_counts: np.ndarray | None = None,
     blocks: np.ndarray | None = None,
 ) -> Call:
     """Refuse what `Path.run` cannot compute; kernels look up and index without asking again.
 
-    Types are dropped where the model has no table for them, as its training path does.
+    Types are dropped where the model has no table for them, as its training path does. units: blocks of a feed-forward
+    layer that have a budget, 1 where they have none.
 
     Raises:
         UsageError: an input has no token or more than the model has positions; an id or a type that the model's tables
@@ -160,6 +168,14 @@ def checked(
         counts = np.asarray(counts)
         _check_shape("counts", counts, layers)
         _check_kind("counts", counts)
+    if block_counts is not None:
+        if units == 1:
+            raise UsageError("block_counts were given: this model has no budget of feed-forward blocks")
+        if blocks is not None:
+            raise UsageError("block_counts and blocks were both given: name how many run, or which, not both")
+        block_counts = np.asarray(block_counts)
+        _check_shape("block_counts", block_counts, layers)
+        _check_kind("block_counts", block_counts)
     # A gate is on or off: what is not 0 is on, whatever it would be as a byte.
     on = None if gates is None else np.not_equal(gates, 0)
     if on is not None:
@@ -168,6 +184,8 @@ def checked(
     if running is not None:
         cut = running.shape[-1] if running.ndim else 0
         _check_shape("blocks", running, (*layers, cut))
+        if units > 1 and cut != units:
+            raise UsageError(f"blocks has {cut} blocks a layer, the model has {units}")
         if cut == 0 or encoder.intermediate_size % cut:
             raise UsageError(f"{cut} blocks do not divide the {encoder.intermediate_size} feed-forward neurons")
     return Call(
@@ -176,6 +194,7 @@ def checked(
         types=None if types is None else _as(types, np.int32),
         counts=None if counts is None else _as(counts.clip(0, encoder.num_heads), np.int32),
         gates=None if on is None else _as(on, np.uint8),
+        block_counts=None if block_counts is None else _as(block_counts.clip(0, units), np.int32),
         blocks=None if running is None else _as(running, np.uint8),
     )
 

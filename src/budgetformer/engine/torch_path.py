@@ -18,7 +18,7 @@ from budgetformer.encoder import ACTIVATIONS
 from budgetformer.engine.packed import Call, Output, Packed, checked
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import UsageError
-from budgetformer.router import Router
+from budgetformer.router import Router, Routing
 from budgetformer.schedule import Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,6 +64,7 @@ class _Sublayer:
 @dataclass(frozen=True)
 class _Layer:
     router: Router
+    block_router: Router | None
     attention: _Sublayer
     attention_norm: _Norm
     feed_forward: _Sublayer
@@ -134,6 +135,7 @@ class TorchPath:
         *,
         counts: np.ndarray | None = None,
         gates: np.ndarray | None = None,
+        block_counts: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
         need_hidden: bool = False,
     ) -> Output:
@@ -143,7 +145,8 @@ class TorchPath:
             UsageError: from `checked`.
         """
         config = self.weights.encoder
-        call = checked(batch, config, counts=counts, gates=gates, blocks=blocks)
+        given = {"counts": counts, "gates": gates, "block_counts": block_counts, "blocks": blocks}
+        call = checked(batch, config, units=self.weights.budget.blocks, **given)
         if len(batch) == 0:
             return self._nothing(need_hidden)
         before = torch.get_num_threads()
@@ -162,25 +165,33 @@ class TorchPath:
         shape = (len(places.lengths), config.num_layers, config.num_heads)
         if gates is None and counts is None and not self.weights.budget.routes:
             gates = np.ones(shape, np.uint8)
+        units = self.weights.budget.blocks
+        routed = units > 1 and on is None and (self.weights.budget.routes or call.block_counts is not None)
+        ran = np.ones((*shape[:2], units), np.uint8) if units > 1 and on is None else on
         chosen = np.zeros(shape, np.uint8) if gates is None else gates
         wanted = chosen.mean(2, dtype=np.float32)
         x = self._embed(call, places)
         for i, layer in enumerate(self._layers):
             inner = layer.attention_norm(x) if config.norm == "pre" else x
             if gates is None:
-                count = None if counts is None else torch.from_numpy(counts[:, i].astype(np.int64))
-                # The router's own step after its pooling, which knows padded batches only.
-                pooled = _pool(inner, places, self.weights.budget.view)
-                routing = layer.router._route(pooled, self._explore, count)
+                routing = self._route(layer.router, inner, places, None if counts is None else counts[:, i])
                 chosen[:, i], wanted[:, i] = routing.chosen.numpy(), routing.share.numpy()
             x = x + self._sum(inner, places, layer.attention, chosen[:, i], layer.finite[0], self._attend)
             x = x if config.norm == "pre" else layer.attention_norm(x)
             inner = layer.feed_forward_norm(x) if config.norm == "pre" else x
-            running = np.ones((shape[0], 1), np.uint8) if on is None else on[:, i]
+            if routed and layer.block_router is not None and ran is not None:
+                count = None if call.block_counts is None else call.block_counts[:, i]
+                ran[:, i] = self._route(layer.block_router, inner, places, count).chosen.numpy()
+            running = np.ones((shape[0], 1), np.uint8) if ran is None else ran[:, i]
             x = x + self._sum(inner, places, layer.feed_forward, running, layer.finite[1], self._feed_forward)
             x = x if config.norm == "pre" else layer.feed_forward_norm(x)
         x = x if self._last_norm is None else self._last_norm(x)
-        return Output(self._classify(x, places).numpy(), chosen, wanted, x.numpy() if need_hidden else None)
+        return Output(self._classify(x, places).numpy(), chosen, wanted, x.numpy() if need_hidden else None, ran)
+
+    def _route(self, router: Router, x: Tensor, places: _Batch, counts: np.ndarray | None) -> Routing:
+        count = None if counts is None else torch.from_numpy(counts.astype(np.int64))
+        # The router's own step after its pooling, which knows padded batches only.
+        return router._route(_pool(x, places, self.weights.budget.view), self._explore, count)
 
     def _embed(self, batch: Call, places: _Batch) -> Tensor:
         config, tensors = self.weights.encoder, self._tensors
@@ -254,6 +265,7 @@ class TorchPath:
             np.zeros((0, config.num_layers, config.num_heads), np.uint8),
             np.zeros((0, config.num_layers), np.float32),
             np.zeros((0, config.hidden_size), np.float32) if need_hidden else None,
+            np.zeros((0, config.num_layers, units), np.uint8) if (units := self.weights.budget.blocks) > 1 else None,
         )
 
     def _norm(self, name: str) -> _Norm:
@@ -267,14 +279,18 @@ class TorchPath:
             a, b, c, d = (tensors[prefix + name].to(self._kind) for name in names)
             return _Sublayer(a, b, c, d, parts)
 
-        router = Router(config.hidden_size, config.num_heads, self.weights.budget)
-        place = f"{prefix}attention.router."
-        state = {name.removeprefix(place): tensor for name, tensor in tensors.items() if name.startswith(place)}
-        router.load_state_dict(state, assign=True)
+        def router(place: str, units: int) -> Router:
+            made = Router(config.hidden_size, units, self.weights.budget)
+            state = {name.removeprefix(place): tensor for name, tensor in tensors.items() if name.startswith(place)}
+            made.load_state_dict(state, assign=True)
+            return made.eval()
+
+        blocks = self.weights.budget.blocks
         attention = sublayer("attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj", 3)
         feed_forward = sublayer("feed_forward.up.weight", "feed_forward.up.bias", "feed_forward.down", 1)
         return _Layer(
-            router.eval(),
+            router(f"{prefix}attention.router.", config.num_heads),
+            router(f"{prefix}feed_forward.router.", blocks) if blocks > 1 else None,
             attention,
             self._norm(f"{prefix}attention_norm"),
             feed_forward,

@@ -86,12 +86,18 @@ def shapes(
         }
         needed |= linear(f"{layer}.attention.out_proj", width, width)
         needed |= norm(f"{layer}.attention_norm", width)
+        if budget.blocks > 1:
+            needed |= linear(f"{layer}.feed_forward.router.controller.0", budget.router_hidden, seen)
+            needed |= linear(f"{layer}.feed_forward.router.controller.2", 1, budget.router_hidden)
+            needed |= linear(f"{layer}.feed_forward.router.scorer", budget.blocks, seen)
         needed |= linear(f"{layer}.feed_forward.up", inner, width)
         needed |= linear(f"{layer}.feed_forward.down", width, inner)
         needed |= norm(f"{layer}.feed_forward_norm", width)
     if encoder.norm == "pre":
         needed |= norm("norm", width)
     needed["profile"] = (encoder.num_layers,)
+    if budget.blocks > 1:
+        needed["block_profile"] = (encoder.num_layers,)
     if head_hidden is not None:
         needed |= linear("classifier.dense", width, width)
     return needed | linear("classifier.out", labels, width)

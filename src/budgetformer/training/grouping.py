@@ -1,7 +1,7 @@
 """Which neurons share a block: those that an input needs together, so that a block can be left out as a whole.
 
-Three ways (after MoEfication, Zhang et al. 2022): neurons as they lie, clustered by their input weights, or clustered by
-what fires together on real texts. The neurons are then sorted once, W1, b1 and W2 alike: a sum does not care for order.
+Three ways (after MoEfication, Zhang et al. 2022): neurons as they lie, clustered by their input weights, or clustered
+by what fires together on real texts. The neurons are then sorted once, W1, b1 and W2 alike: a sum has no order.
 """
 
 from typing import Any
@@ -31,9 +31,8 @@ def group_neurons(model: Any, blocks: int, way: str, encoded: Encoded | None = N
             order = torch.arange(up.out_features)
         else:
             features = up.weight.float() if seen is None else seen[i]
-            order = torch.from_numpy(balanced_clusters(_unit(features).cpu().numpy(), blocks, seed)).to(
-                up.weight.device
-            )
+            order = torch.from_numpy(balanced_clusters(_unit(features).cpu().numpy(), blocks, seed))
+            order = order.to(up.weight.device)
         up.weight.copy_(up.weight[order])
         up.bias.copy_(up.bias[order])
         down.weight.copy_(down.weight[:, order])

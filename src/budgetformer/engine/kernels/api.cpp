@@ -148,6 +148,19 @@ struct Engine {
         return found->mutex;
     }
 
+    Router router_of(const std::string& at, int units) {
+        const Spec& s = model.s;
+        const int parts = s.view == MEAN ? 1 : 2, hidden = s.router_hidden;
+        Router router;
+        router.up = padded_rows(at + "controller.0.weight", hidden, parts, s.d, s.dp);
+        router.up_bias = padded(at + "controller.0.bias", hidden, hidden);
+        router.down = padded(at + "controller.2.weight", hidden, hidden);
+        router.down_bias = *tensor(at + "controller.2.bias", 1);
+        router.scorer = padded_rows(at + "scorer.weight", units, parts, s.d, s.dp);
+        router.scorer_bias = padded(at + "scorer.bias", units, units);
+        return router;
+    }
+
     void build();
     void run(const Batch& batch);
 };
@@ -217,15 +230,8 @@ void Engine::build() {
         layer.attention_beta = padded(at + "attention_norm.bias", s.d, s.dp);
         layer.ffn_gamma = padded(at + "feed_forward_norm.weight", s.d, s.dp);
         layer.ffn_beta = padded(at + "feed_forward_norm.bias", s.d, s.dp);
-        Router& router = layer.router;
-        const int parts = s.view == MEAN ? 1 : 2;
-        const std::string of = at + "attention.router.";
-        router.up = padded_rows(of + "controller.0.weight", s.router_hidden, parts, s.d, s.dp);
-        router.up_bias = padded(of + "controller.0.bias", s.router_hidden, s.router_hidden);
-        router.down = padded(of + "controller.2.weight", s.router_hidden, s.router_hidden);
-        router.down_bias = *tensor(of + "controller.2.bias", 1);
-        router.scorer = padded_rows(of + "scorer.weight", s.H, parts, s.d, s.dp);
-        router.scorer_bias = padded(of + "scorer.bias", s.H, s.H);
+        layer.router = router_of(at + "attention.router.", s.H);
+        if (s.blocks > 1) layer.ffn_router = router_of(at + "feed_forward.router.", s.blocks);
     }
     if (s.pre_norm) {
         model.final_gamma = padded("norm.weight", s.d, s.dp);
@@ -263,6 +269,8 @@ void check(const Spec& s, const Batch& b) {
             refuse("token " + to_string(t) + " has the type " + to_string(b.types[t]) + ", the model knows 0 to " +
                    to_string(std::max(s.token_types, 1) - 1));
     }
+    if (!b.ffn && b.blocks != s.blocks)
+        refuse("blocks: " + to_string(b.blocks) + ", the model has " + to_string(s.blocks));
     if (b.blocks < 1 || (b.blocks > 1 && (s.f % b.blocks || s.f / b.blocks % PANEL)))
         refuse(to_string(b.blocks) + " blocks do not cut " + to_string(s.f) + " neurons into multiples of " +
                to_string(PANEL));
@@ -277,8 +285,10 @@ void Engine::run(const Batch& b) {
     Job job = {};
     job.m = &model, job.T = T, job.B = B, job.blocks = b.blocks;
     job.ids = b.ids, job.types = s.token_types ? b.types : nullptr, job.offsets = b.offsets;
-    job.counts = b.counts, job.gates = b.gates, job.ffn = b.ffn;
-    job.chosen = b.chosen, job.wanted = b.wanted, job.logits = b.logits, job.hidden = b.hidden;
+    job.counts = b.counts, job.gates = b.gates, job.ffn = b.ffn, job.block_counts = b.block_counts;
+    job.routed_blocks = s.blocks > 1 && !b.ffn && (s.routes || b.block_counts);
+    job.chosen = b.chosen, job.block_chosen = b.block_chosen, job.wanted = b.wanted, job.logits = b.logits,
+    job.hidden = b.hidden;
     job.x = x.take<float>(T * s.dp);
     job.inner = s.pre_norm ? inner.take<float>(T * s.dp) : job.x;
     job.typed = s.dtype == F32 ? (void*)job.inner : typed.take<char>((size_t)T * s.dp * size_of(s.dtype));
@@ -288,7 +298,7 @@ void Engine::run(const Batch& b) {
     job.context_at = context_at.take<long>(B);
     job.heads = heads.take<int32_t>((size_t)B * s.H);
     job.heads_count = heads_count.take<int32_t>(B);
-    job.block_list = block_list.take<int32_t>(b.ffn ? (size_t)B * b.blocks : 0);
+    job.block_list = block_list.take<int32_t>((size_t)B * b.blocks);
     job.block_count = block_count.take<int32_t>(B);
 
     // Blocks of rows: enough of them to keep all threads busy, whole tiles. Larger ones are no faster (24 to 120
@@ -340,7 +350,7 @@ void Engine::run(const Batch& b) {
         chunks.push_back((int)items.size());
     };
 
-    std::vector<std::atomic<int>> counters(3 * s.layers + 2);
+    std::vector<std::atomic<int>> counters(5 * s.layers + 2);
     for (auto& counter : counters) counter = 0;
     Barrier barrier(threads);
     const int row_blocks = (int)first_input.size();
@@ -355,20 +365,30 @@ void Engine::run(const Batch& b) {
         });
         barrier.meet(nothing);
         for (int l = 0; l < s.layers; l++) {
-            each(3 * l + 1, B, [&](int i) { path.route(job, l, i, memory); });
+            each(5 * l + 1, B, [&](int i) { path.route(job, l, i, memory); });
             barrier.meet([&] { plan(l); });
-            each(3 * l + 2, (int)chunks.size() - 1, [&](int c) {
+            each(5 * l + 2, (int)chunks.size() - 1, [&](int c) {
                 for (int i = chunks[c]; i < chunks[c + 1]; i++)
                     path.attend(job, l, items[i].input, items[i].slot, memory);
             });
             barrier.meet(nothing);
-            each(3 * l + 3, row_blocks, [&](int i) {
-                path.rows(job, l, first_input[i], (long)i * block_rows, std::min<long>(T, (long)(i + 1) * block_rows),
-                          memory);
-            });
-            barrier.meet(nothing);
+            auto each_row = [&](int counter, auto work) {
+                each(counter, row_blocks, [&](int i) {
+                    const long first = (long)i * block_rows;
+                    work(job, l, first_input[i], first, std::min(T, first + block_rows), memory);
+                });
+                barrier.meet(nothing);
+            };
+            if (!job.routed_blocks) {
+                each_row(5 * l + 3, path.rows);
+            } else {
+                each_row(5 * l + 3, path.rows_attention);
+                each(5 * l + 4, B, [&](int i) { path.route_blocks(job, l, i, memory); });
+                barrier.meet(nothing);
+                each_row(5 * l + 5, path.rows_blocks);
+            }
         }
-        each(3 * s.layers + 1, B, [&](int i) { path.finish(job, i, memory); });
+        each(5 * s.layers + 1, B, [&](int i) { path.finish(job, i, memory); });
     });
 }
 
@@ -395,7 +415,7 @@ int guarded(F work) {
 using namespace bf;
 
 // Rises with every change of this interface; `native.py` knows the same number and takes no other library.
-BF_API int bf_interface() { return 1; }
+BF_API int bf_interface() { return 2; }
 
 BF_API const char* bf_error() { return message.c_str(); }
 
@@ -419,7 +439,7 @@ BF_API int bf_has(const char* path, int dtype) {
 BF_API void* bf_new(const char* path, const int32_t* spec, int count, float eps, int threads) {
     Engine* engine = nullptr;
     const int code = guarded([&] {
-        if (count != 20) throw std::invalid_argument("another version of this library is installed; build it again");
+        if (count != 21) throw std::invalid_argument("another version of this library is installed; build it again");
         auto made = std::make_unique<Engine>(path, std::max(1, threads));
         memcpy(&made->model.s, spec, sizeof(int32_t) * count);
         made->model.s.eps = eps;

@@ -49,6 +49,7 @@ struct Spec {
     int activation, pre_norm, pool_first,
         head_hidden;  // head_hidden: activation of the classifier's dense layer, or -1
     int routes, estimator, view, min_units, router_hidden;
+    int blocks;  // of each feed-forward layer, that have a budget; 1: the layer is one piece
     int dtype;
     float eps;
     // derived
@@ -74,7 +75,8 @@ struct Layer {
     Packed up;    // outputs are neurons
     Packed down;  // inputs are neurons
     float *attention_gamma, *attention_beta, *ffn_gamma, *ffn_beta;
-    Router router;
+    Router router;      // of the heads
+    Router ffn_router;  // of the blocks, where they have a budget
 };
 
 struct Model {
@@ -90,6 +92,7 @@ struct Model {
 // One batch on its way through the model.
 struct Job {
     const Model* m;
+    bool routed_blocks;  // routers choose the feed-forward blocks
     long T;
     int B, blocks;  // blocks: how many the feed-forward layers are cut into
     const int32_t *ids, *types, *offsets;
@@ -104,7 +107,9 @@ struct Job {
     long* context_at;                   // (B,): where an input's rows start, in elements
     int *heads, *heads_count;           // (B, H), (B,): of the layer at hand
     int32_t *block_list, *block_count;  // (B, blocks), (B,): of the layer at hand
+    const int32_t* block_counts;        // (B, layers) or null
     uint8_t* chosen;                    // (B, layers, H): out
+    uint8_t* block_chosen;              // (B, layers, blocks): out, or null
     float *wanted, *logits;             // (B, layers), (B, labels): out
     float* hidden;                      // (T, d) or null: out
 };
@@ -118,9 +123,9 @@ struct Scratch {
 struct Batch {
     int64_t tokens;
     int32_t inputs, blocks;
-    const int32_t *ids, *types, *offsets, *counts;
+    const int32_t *ids, *types, *offsets, *counts, *block_counts;
     const uint8_t *gates, *ffn;
-    uint8_t* chosen;
+    uint8_t *chosen, *block_chosen;
     float *wanted, *logits, *hidden;
 };
 
@@ -133,6 +138,10 @@ struct Path {
     void (*route)(const Job&, int layer, int input, Scratch&);
     void (*attend)(const Job&, int layer, int input, int slot, Scratch&);
     void (*rows)(const Job&, int layer, int first_input, long first, long last, Scratch&);
+    // The same in two halves, between which the routers of the blocks choose.
+    void (*rows_attention)(const Job&, int layer, int first_input, long first, long last, Scratch&);
+    void (*route_blocks)(const Job&, int layer, int input, Scratch&);
+    void (*rows_blocks)(const Job&, int layer, int first_input, long first, long last, Scratch&);
     void (*finish)(const Job&, int input, Scratch&);
     double (*gemm_rate)(int dtype, int M, int N, int K, double seconds);
     double (*peak_rate)(int dtype, double seconds);

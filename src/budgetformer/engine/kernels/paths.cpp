@@ -95,12 +95,65 @@ void top(const float* score, int n, int count, uint8_t* chosen) {
     }
 }
 
-// The heads of one input in one layer. estimators.py says why; this is what they do in use.
+// A router's choice among `units` for one input, from the rows it pools over. estimators.py says why; this is what they
+// do in use. count: how many, or -1 for the controller's own wish. Returns the share wished for.
+float decide(const Spec& s, const Router& w, int units, const float* rows, long tokens, int count, uint8_t* chosen,
+             Scratch& scratch) {
+    Arena a{scratch.memory};
+    float *pooled = a.take<float>(s.seen), *z = a.take<float>(units), *adjusted = a.take<float>(units);
+    pool(rows, tokens, s.dp, s.view, pooled);
+    float wish = w.down_bias;
+    for (int i = 0; i < s.router_hidden; i++) {
+        const float h = dot(w.up + (long)i * s.seen, pooled, s.seen) + w.up_bias[i];
+        wish += w.down[i] * activate_one(GELU, h);
+    }
+    const int lowest = s.min_units < units ? s.min_units : units;
+    const float wanted = lowest + logistic(wish) * (units - lowest), share = wanted / units;
+    float mean = 0.f;
+    for (int u = 0; u < units; u++) mean += z[u] = dot(w.scorer + (long)u * s.seen, pooled, s.seen) + w.scorer_bias[u];
+    mean /= units;
+    for (int u = 0; u < units; u++) z[u] -= mean;
+    const bool named = count >= 0;
+    if (!named) count = (int)floorf(wanted + 0.5f);
+    count = count < lowest ? lowest : count > units ? units : count;
+    if (named || s.estimator == TOP_K) {
+        top(z, units, count, chosen);
+    } else if (s.estimator == HARD_CONCRETE) {
+        const float p = share < 1e-4f ? 1e-4f : share > 1.f - 1e-4f ? 1.f - 1e-4f : share;
+        const float shift = logf(p) - log1pf(-p);
+        for (int u = 0; u < units; u++) {
+            adjusted[u] = z[u] + shift;
+            chosen[u] = logistic(adjusted[u]) * 1.2f - 0.1f > 0.5f || wanted >= units;
+        }
+        top(adjusted, units, lowest, chosen);
+    } else {  // TOP_P
+        float most = z[0], total = 0.f;
+        for (int u = 1; u < units; u++) most = z[u] > most ? z[u] : most;
+        for (int u = 0; u < units; u++) total += adjusted[u] = expf(z[u] - most);
+        for (int u = 0; u < units; u++) adjusted[u] /= total;
+        for (int u = 0; u < units; u++) {
+            float before = 0.f;
+            for (int j = 0; j < units; j++)
+                if (z[j] > z[u] || (z[j] == z[u] && j < u)) before += adjusted[j];
+            chosen[u] = before < share || share >= 1.f;
+        }
+        top(z, units, lowest, chosen);
+    }
+    return share;
+}
+
+int list_of(const uint8_t* chosen, int units, int32_t* list) {
+    int n = 0;
+    for (int u = 0; u < units; u++)
+        if (chosen[u]) list[n++] = u;
+    return n;
+}
+
+// The heads of one input in one layer, and its blocks where the caller names them.
 void route(const Job& job, int layer, int input, Scratch& scratch) {
     const Spec& s = job.m->s;
-    const long cell = (long)input * s.layers + layer;
+    const long cell = (long)input * s.layers + layer, begin = job.offsets[input];
     uint8_t* chosen = job.chosen + cell * s.H;
-    int32_t* list = job.heads + (long)input * s.H;
     memset(chosen, 0, (size_t)s.H);
     if (job.gates) {
         int on = 0;
@@ -110,61 +163,25 @@ void route(const Job& job, int layer, int input, Scratch& scratch) {
         memset(chosen, 1, (size_t)s.H);
         job.wanted[cell] = 1.f;
     } else {
-        const Router& w = job.m->layer[layer].router;
-        const long begin = job.offsets[input], tokens = job.offsets[input + 1] - begin;
-        Arena a{scratch.memory};
-        float *pooled = a.take<float>(s.seen), *z = a.take<float>(s.H), *adjusted = a.take<float>(s.H);
-        pool(job.inner + begin * s.dp, tokens, s.dp, s.view, pooled);
-        float wish = w.down_bias;
-        for (int i = 0; i < s.router_hidden; i++) {
-            const float h = dot(w.up + (long)i * s.seen, pooled, s.seen) + w.up_bias[i];
-            wish += w.down[i] * activate_one(GELU, h);
-        }
-        const int lowest = s.min_units < s.H ? s.min_units : s.H;
-        const float wanted = lowest + logistic(wish) * (s.H - lowest), share = wanted / s.H;
-        job.wanted[cell] = share;
-        float mean = 0.f;
-        for (int h = 0; h < s.H; h++)
-            mean += z[h] = dot(w.scorer + (long)h * s.seen, pooled, s.seen) + w.scorer_bias[h];
-        mean /= s.H;
-        for (int h = 0; h < s.H; h++) z[h] -= mean;
-        int count = job.counts ? job.counts[cell] : (int)floorf(wanted + 0.5f);
-        count = count < lowest ? lowest : count > s.H ? s.H : count;
-        if (job.counts || s.estimator == TOP_K) {
-            top(z, s.H, count, chosen);
-        } else if (s.estimator == HARD_CONCRETE) {
-            const float p = share < 1e-4f ? 1e-4f : share > 1.f - 1e-4f ? 1.f - 1e-4f : share;
-            const float shift = logf(p) - log1pf(-p);
-            for (int h = 0; h < s.H; h++) {
-                adjusted[h] = z[h] + shift;
-                chosen[h] = logistic(adjusted[h]) * 1.2f - 0.1f > 0.5f || wanted >= s.H;
-            }
-            top(adjusted, s.H, lowest, chosen);
-        } else {  // TOP_P
-            float most = z[0], total = 0.f;
-            for (int h = 1; h < s.H; h++) most = z[h] > most ? z[h] : most;
-            for (int h = 0; h < s.H; h++) total += adjusted[h] = expf(z[h] - most);
-            for (int h = 0; h < s.H; h++) adjusted[h] /= total;
-            for (int h = 0; h < s.H; h++) {
-                float before = 0.f;
-                for (int j = 0; j < s.H; j++)
-                    if (z[j] > z[h] || (z[j] == z[h] && j < h)) before += adjusted[j];
-                chosen[h] = before < share || share >= 1.f;
-            }
-            top(z, s.H, lowest, chosen);
-        }
+        job.wanted[cell] = decide(s, job.m->layer[layer].router, s.H, job.inner + begin * s.dp,
+                                  job.offsets[input + 1] - begin, job.counts ? job.counts[cell] : -1, chosen, scratch);
     }
-    int n = 0;
-    for (int h = 0; h < s.H; h++)
-        if (chosen[h]) list[n++] = h;
-    job.heads_count[input] = n;
+    job.heads_count[input] = list_of(chosen, s.H, job.heads + (long)input * s.H);
     if (job.ffn) {
-        int32_t* blocks = job.block_list + (long)input * job.blocks;
-        n = 0;
-        for (int j = 0; j < job.blocks; j++)
-            if (job.ffn[cell * job.blocks + j]) blocks[n++] = j;
-        job.block_count[input] = n;
+        const uint8_t* on = job.ffn + cell * job.blocks;
+        job.block_count[input] = list_of(on, job.blocks, job.block_list + (long)input * job.blocks);
     }
+}
+
+// The blocks of one input in one layer, chosen by their router from what enters the feed-forward layer.
+void route_blocks(const Job& job, int layer, int input, Scratch& scratch) {
+    const Spec& s = job.m->s;
+    const long cell = (long)input * s.layers + layer, begin = job.offsets[input];
+    uint8_t* chosen = job.block_chosen + cell * s.blocks;
+    memset(chosen, 0, (size_t)s.blocks);
+    decide(s, job.m->layer[layer].ffn_router, s.blocks, job.inner + begin * s.dp, job.offsets[input + 1] - begin,
+           job.block_counts ? job.block_counts[cell] : -1, chosen, scratch);
+    job.block_count[input] = list_of(chosen, s.blocks, job.block_list + (long)input * s.blocks);
 }
 
 // ---- the end of an input ---------------------------------------------------------------------------------------
@@ -200,7 +217,8 @@ template <int D>
 size_t scratch_size(const Spec& s, int longest, int blocks, int block_rows) {
     const size_t attend = AttendMemory<D>(nullptr, longest, s.ep).size;
     const size_t rest = RowsMemory<D>(nullptr, s, block_rows, blocks).size;
-    const size_t small = ((size_t)s.seen + 2 * (size_t)s.dp + 2 * (size_t)s.H + (size_t)s.embedding + 1024) * 4;
+    const size_t small =
+        ((size_t)s.seen + 2 * (size_t)s.dp + 2 * (size_t)(s.H + s.blocks) + (size_t)s.embedding + 1024) * 4;
     const size_t most = attend > rest ? attend : rest;
     return (most > small ? most : small) + 64 + 16 * FENCE;
 }
@@ -312,16 +330,24 @@ void embed_any(const Job& job, long first, long last, Scratch& scratch) {
     BF_BY_TYPE(BF_CALL)
 #undef BF_CALL
 }
-void attend_any(const Job& job, int layer, int input, int slot, Scratch& scratch) {
+void attend_any(const Job& job, int layer, int input, int slot, Scratch& scratch){
 #define BF_CALL(D) attend<D>(job, layer, input, slot, scratch)
     BF_BY_TYPE(BF_CALL)
 #undef BF_CALL
 }
-void rows_any(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
+#define BF_ROWS(name)                                                                                \
+    void name##_any(const Job& job, int layer, int input, long first, long last, Scratch& scratch) { \
+        BF_BY_TYPE(BF_CALL)                                                                          \
+    }
 #define BF_CALL(D) rows<D>(job, layer, input, first, last, scratch)
-    BF_BY_TYPE(BF_CALL)
+BF_ROWS(rows)
 #undef BF_CALL
-}
+#define BF_CALL(D) rows_attention<D>(job, layer, input, first, last, scratch)
+    BF_ROWS(rows_attention)
+#undef BF_CALL
+#define BF_CALL(D) rows_blocks<D>(job, layer, input, first, last, scratch)
+        BF_ROWS(rows_blocks)
+#undef BF_CALL
 
 }  // namespace
 
@@ -339,6 +365,9 @@ const Path BF_JOIN(path_, BF_PATH) = {
     route,
     attend_any,
     rows_any,
+    rows_attention_any,
+    route_blocks,
+    rows_blocks_any,
     finish,
     gemm_rate,
     peak_rate,

@@ -166,7 +166,7 @@ static void project(const Job& job, const Layer& layer, int input, long first, i
 // out = y + feed-forward over the chosen blocks. ranges: runs of chosen neurons, (first, past the last) each.
 template <int D>
 static void feed_forward(const Spec& s, const Layer& layer, int rows, const int32_t* ranges, int count, const float* y,
-                         const typename Tag<D>::In* typed, float* out, RowsMemory<D>& mem) {
+                         const typename Tag<D>::In* typed, const float* typed_scale, float* out, RowsMemory<D>& mem) {
     using In = typename Tag<D>::In;
     long width = 0;
     for (int r = 0; r < count; r++) width += ranges[2 * r + 1] - ranges[2 * r];
@@ -181,7 +181,7 @@ static void feed_forward(const Spec& s, const Layer& layer, int rows, const int3
                 add_offsets(mem.offset, w.sums + neuron, PANEL);
             }
             gemm<D>(typed, s.dp, rows, &segment, 1, mem.tile, PANEL, w.panel_bytes);
-            Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, mem.typed_scale};
+            Finished<D> f = {mem.tile, mem.offset, w.scale + neuron, typed_scale};
             if constexpr (D == I8)
                 store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.wide + at, width, mem.most);
             else store_hidden<D>(s.activation, f, rows, w.bias + neuron, mem.hidden + at, width, nullptr);
@@ -222,13 +222,12 @@ BF_INLINE int runs_of(const Spec& s, const int32_t* list, int n, int blocks, int
     return count;
 }
 
+// Rows up to what the feed-forward layer reads: y = residual after attention, and inner and typed of it.
 template <int D>
-static void rows(const Job& job, int layer_number, int input, long first, long last, Scratch& scratch) {
+static void first_half(const Job& job, int layer_number, int input, long first, long last, float* y, float* inner,
+                       typename Tag<D>::In* typed, float* typed_scale, RowsMemory<D>& mem) {
     const Spec& s = job.m->s;
     const Layer& layer = job.m->layer[layer_number];
-    const int total = (int)(last - first);
-    RowsMemory<D> mem(scratch.memory, s, total, job.blocks);
-
     for (long r = first, b = input; r < last;) {  // runs of inputs that chose the same heads
         const long at = r, owner = b;
         do {
@@ -236,32 +235,40 @@ static void rows(const Job& job, int layer_number, int input, long first, long l
             if (r == job.offsets[b + 1]) b++;
         } while (r < last &&
                  same(job.heads + owner * s.H, job.heads_count[owner], job.heads + b * s.H, job.heads_count[b]));
-        project<D>(job, layer, (int)owner, at, (int)(r - at), mem.y + (at - first) * s.dp, mem);
+        project<D>(job, layer, (int)owner, at, (int)(r - at), y + (at - first) * s.dp, mem);
     }
-    for (int i = 0; i < total; i++) {
-        float *y = mem.y + (long)i * s.dp, *inner = mem.inner + (long)i * s.dp;
-        if (s.pre_norm) normalise(y, inner, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
-        else normalise(y, y, s.d, s.dp, layer.attention_gamma, layer.attention_beta, s.eps);
-        convert_row<D>(inner, mem.typed + (long)i * s.dp, s.dp, mem.typed_scale + i);
+    for (long i = 0; i < last - first; i++) {
+        float *row = y + i * s.dp, *in = inner + i * s.dp;
+        if (s.pre_norm) normalise(row, in, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
+        else normalise(row, row, s.d, s.dp, layer.attention_gamma, layer.attention_beta, s.eps);
+        convert_row<D>(in, typed + i * s.dp, s.dp, typed_scale + i);
     }
+}
+
+// The rest of the layer, and what the next one reads.
+template <int D>
+static void second_half(const Job& job, int layer_number, int input, long first, long last, const float* y,
+                        const typename Tag<D>::In* typed, const float* typed_scale, RowsMemory<D>& mem) {
+    const Spec& s = job.m->s;
+    const Layer& layer = job.m->layer[layer_number];
+    const bool some = job.ffn || job.routed_blocks;
     for (long r = first, b = input; r < last;) {  // runs of inputs that chose the same blocks
         const long at = r, owner = b;
         do {
             r = job.offsets[b + 1] < last ? job.offsets[b + 1] : last;
             if (r == job.offsets[b + 1]) b++;
-        } while (r < last && (!job.ffn || same(job.block_list + owner * job.blocks, job.block_count[owner],
-                                               job.block_list + b * job.blocks, job.block_count[b])));
+        } while (r < last && (!some || same(job.block_list + owner * job.blocks, job.block_count[owner],
+                                            job.block_list + b * job.blocks, job.block_count[b])));
         int count = 1;
-        if (job.ffn) {
+        if (some) {
             count = runs_of(s, job.block_list + owner * job.blocks, job.block_count[owner], job.blocks, mem.ranges);
         } else {
             mem.ranges[0] = 0;
             mem.ranges[1] = s.fp;
         }
-        RowsMemory<D> part = mem;
-        part.typed_scale += at - first;
-        feed_forward<D>(s, layer, (int)(r - at), mem.ranges, count, mem.y + (at - first) * s.dp,
-                        mem.typed + (at - first) * s.dp, job.x + at * s.dp, part);
+        const long skip = at - first;
+        feed_forward<D>(s, layer, (int)(r - at), mem.ranges, count, y + skip * s.dp, typed + skip * s.dp,
+                        typed_scale + skip, job.x + at * s.dp, mem);
     }
     const bool more = layer_number + 1 < s.layers;
     for (long r = first; r < last; r++) {
@@ -269,6 +276,30 @@ static void rows(const Job& job, int layer_number, int input, long first, long l
         if (!s.pre_norm) normalise(x, x, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
         if (more) enter<D>(job, layer_number + 1, r);
     }
+}
+
+template <int D>
+static void rows(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
+    RowsMemory<D> mem(scratch.memory, job.m->s, (int)(last - first), job.blocks);
+    first_half<D>(job, layer, input, first, last, mem.y, mem.inner, mem.typed, mem.typed_scale, mem);
+    second_half<D>(job, layer, input, first, last, mem.y, mem.typed, mem.typed_scale, mem);
+}
+
+// In halves, what passes between them lies where the layer's own input lay: attention is done with that.
+template <int D>
+static void rows_attention(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
+    const Spec& s = job.m->s;
+    RowsMemory<D> mem(scratch.memory, s, (int)(last - first), job.blocks);
+    first_half<D>(job, layer, input, first, last, job.x + first * s.dp, job.inner + first * s.dp,
+                  (typename Tag<D>::In*)job.typed + first * s.dp, job.typed_scale + first, mem);
+}
+
+template <int D>
+static void rows_blocks(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
+    const Spec& s = job.m->s;
+    RowsMemory<D> mem(scratch.memory, s, (int)(last - first), job.blocks);
+    second_half<D>(job, layer, input, first, last, job.x + first * s.dp,
+                   (const typename Tag<D>::In*)job.typed + first * s.dp, job.typed_scale + first, mem);
 }
 
 }  // namespace
