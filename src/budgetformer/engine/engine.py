@@ -193,7 +193,7 @@ class Engine:
         blocks: np.ndarray | None = None,
         need_hidden: bool = False,
     ) -> Output:
-        """One packed batch, token ids to logits, computed at once; counts, gates, block_counts, blocks as in `Path.run`.
+        """One packed batch, token ids to logits, computed at once; the units as in `Path.run`.
 
         A named budget is spent over heads and, where they have one, feed-forward blocks, as training spent its own.
         """
