@@ -91,7 +91,8 @@ def loaded(weights: Weights, dtype: str, name: str, threads: int = 1) -> NativeP
 
 def in_python(code: str, *arguments: Any, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own: what it does to itself, or dies of, stays there."""
-    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    places = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**inherited, **environment},

@@ -37,13 +37,14 @@ def evaluate(predictor: Predictor, rows: "Rows", *, progress: Any = None) -> dic
     pairs = None if rows.pairs is None else [pair or "" for pair in rows.pairs]
     tokens = tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length)
     answers = _measured(predictor, tokens, progress)
-    done = counted(engine, answers.tokens.numpy(), answers.gates.numpy())
+    blocks = None if answers.blocks is None else answers.blocks.numpy()
+    done = counted(engine, answers.tokens.numpy(), answers.gates.numpy(), blocks)
     path = engine.path
     return {
         "rows": len(tokens),
         "truncated": sum(one.truncated for one in tokens),
         **metrics.scores(answers.logits, labels),
-        **metrics.costs_of(answers, done),
+        **metrics.costs_of(answers, done, engine.weights.budget),
         "seconds_per_1000": 1000 * answers.seconds / len(tokens),
         "peak_memory_mb": answers.peak_memory_mb,
         "engine": {
@@ -80,7 +81,8 @@ def _measured(predictor: Predictor, tokens: list[Tokens], progress: Any) -> metr
 def _predictions(output: Output, tokens: list[Tokens], seconds: float, megabytes: float | None) -> metrics.Predictions:
     lengths = np.array([len(one) for one in tokens])
     logits, gates, wanted, lengths = map(torch.from_numpy, (output.logits, output.gates, output.wanted, lengths))
-    return metrics.Predictions(logits, gates.float(), wanted, lengths, seconds, megabytes)
+    blocks = None if output.blocks is None else torch.from_numpy(output.blocks).float()
+    return metrics.Predictions(logits, gates.float(), wanted, lengths, seconds, megabytes, blocks)
 
 
 def _routed(predictor: Predictor) -> bool:

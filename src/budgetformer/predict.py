@@ -9,7 +9,7 @@ import numpy as np
 
 from budgetformer import flops
 from budgetformer.engine.budgets import shares
-from budgetformer.engine.engine import Engine
+from budgetformer.engine.engine import Answers, Engine
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
 from budgetformer.folder import check_model_folder
 from budgetformer.tokens import Tokens, tokenise
@@ -26,7 +26,8 @@ class Answer:
 
     label: the most probable class; of a multi-label model all classes at 0.5 and above, joined by the label separator.
     score: the probability of the most probable class. scores: that of every class, or of the `top` ones. heads_used:
-    heads that ran. budget: their share of all heads. truncated: tokens were cut off.
+    heads that ran. budget: their share of all heads; where feed-forward blocks have a budget too, the share of both's
+    FLOPs. truncated: tokens were cut off.
     """
 
     id: str | None
@@ -128,7 +129,7 @@ class Predictor:
             np.isfinite(answers.probabilities.sum(1)).tolist(),
             answers.probabilities,
             answers.output.gates.sum((1, 2)).tolist(),
-            answers.head_share.round(4).tolist(),
+            self._spent(batch, answers).round(4).tolist(),
             batch,
         )
         return [
@@ -137,6 +138,15 @@ class Predictor:
             else {"error": "the model's answer is not a finite number", "truncated": tokens.truncated}
             for finite, chances, heads, share, tokens in zip(*columns, strict=True)
         ]
+
+    def _spent(self, batch: list[Tokens], answers: Answers) -> np.ndarray:
+        """The share of what has a budget: of the heads, or of the FLOPs of heads and feed-forward blocks."""
+        output, budget = answers.output, self.engine.weights.budget
+        if budget.blocks == 1:
+            return answers.head_share
+        done = counted(self.engine, np.array([len(one) for one in batch]), output.gates, output.blocks)
+        ran, every = done.units(budget)
+        return ran / every
 
     def _say(self, chances: np.ndarray) -> dict[str, Any]:
         """Label and scores from the probabilities (class,); chosen before they are rounded."""
@@ -161,7 +171,7 @@ class Predictor:
             raise UsageError(f"text: {tokens}")
         answers = self.engine.answer([tokens], budget=self.budget)
         gates = answers.output.gates
-        done = counted(self.engine, np.array([len(tokens)]), gates)
+        done = counted(self.engine, np.array([len(tokens)]), gates, answers.output.blocks)
         named = self.budget if self.budget is not None else self.engine.budget
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",
@@ -176,8 +186,10 @@ class Predictor:
         )
 
 
-def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray) -> flops.Work:
-    """Operations of inputs of `tokens` (batch,) tokens when the heads in `gates` (batch, layer, head) ran."""
+def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray, blocks: np.ndarray | None = None) -> flops.Work:
+    """Operations of inputs of `tokens` (batch,) tokens when the heads in `gates` (batch, layer, head) ran, and of the
+    feed-forward layers those `blocks` (batch, layer, block), or all.
+    """
     weights = engine.weights
     return flops.work(
         tokens,
@@ -185,6 +197,7 @@ def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray) -> flops.Work
         weights.encoder,
         weights.budget,
         labels=len(weights.labels),
+        blocks=None if blocks is None else blocks.mean(-1),
         dense_head=weights.head_hidden is not None,
         routed=weights.budget.routes,
     )

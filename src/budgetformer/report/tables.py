@@ -57,6 +57,7 @@ LINES = (
     Line(name="accuracy", key="accuracy", show=percent, differ=_points),
     Line(name="macro-F1", key="macro_f1", show=percent, differ=_points),
     Line(name="heads used ± std", key="head_share", show=percent, differ=None, spread="head_share_std"),
+    Line(name="FFN blocks used", key="block_share", show=percent, differ=None, only_when_measured=True),
     Line(name="attention FLOPs / dense", key="attention_flops_share", show=percent, differ=None),
     Line(name="model FLOPs / dense", key="flops_share", show=percent, differ=None),
     Line(name="peak memory", key="peak_memory_mb", show="{:,.0f} MB".format, differ=_times),
