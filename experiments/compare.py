@@ -23,6 +23,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pyarrow.parquet as pq
 import torch
 
+from budgetformer import flops
 from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
 from budgetformer.hf import BudgetFormerForSequenceClassification
@@ -31,15 +32,18 @@ from budgetformer.router import allocate
 from budgetformer.settings import locate_model
 from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
-from budgetformer.training.importance import head_importance, start_from
+from budgetformer.training.grouping import group_neurons
+from budgetformer.training.importance import start_from, unit_importance
 from budgetformer.training.settling import settle
 
 
-class FixedHeads(BudgetFormerForSequenceClassification):
-    """The same heads for every input: static pruning."""
+class FixedUnits(BudgetFormerForSequenceClassification):
+    """The same heads, and the same blocks, for every input: static pruning."""
 
     def forward(self, input_ids, **kwargs):
         kwargs["gates"] = self.fixed.to(input_ids.device).expand(len(input_ids), -1, -1)
+        if self.fixed_blocks is not None:
+            kwargs["blocks"] = self.fixed_blocks.to(input_ids.device).expand(len(input_ids), -1, -1)
         return super().forward(input_ids, **{k: v for k, v in kwargs.items() if k != "budget"})
 
 
@@ -62,9 +66,29 @@ def variant(model, cls, budget=None, **config):
     for key, value in config.items():
         setattr(settings, key, value)
     made = cls(settings)
-    made.load_state_dict(model.state_dict())
+    made.load_state_dict(model.state_dict(), strict=False)  # a dense model has no routers of blocks
     made.budgetformer.encoder.embeddings.requires_grad_(False)
     return made
+
+
+def kept(heads, blocks, share, block_cost):
+    """The most important units per operation, at least one a layer and kind, that cost `share` of all: two 0/1 tables.
+
+    block_cost: what a block costs, in heads. blocks None: of the heads alone.
+    """
+    tables = [heads] if blocks is None else [heads, blocks / block_cost]
+    costs = (
+        [torch.ones_like(heads)] if blocks is None else [torch.ones_like(heads), torch.full_like(blocks, block_cost)]
+    )
+    on = [torch.zeros_like(table).scatter_(1, table.argmax(1, keepdim=True), 1.0) for table in tables]
+    flat, cost = torch.cat([t.flatten() for t in tables]), torch.cat([c.flatten() for c in costs])
+    chosen = torch.cat([t.flatten() for t in on])
+    for place in flat.argsort(descending=True).tolist():
+        fits = float(chosen @ cost + 0.5 * cost[place]) <= share * float(cost.sum())
+        if chosen[place] == 0 and fits:
+            chosen[place] = 1.0
+    heads_on = chosen[: heads.numel()].view_as(heads)
+    return heads_on, None if blocks is None else chosen[heads.numel() :].view_as(blocks)
 
 
 def freeze_routers(model):
@@ -90,6 +114,7 @@ def main():
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
+    parser.add_argument("--grouping", default="coactivation", help="of neurons into blocks, where blocks have a budget")
     parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -151,7 +176,9 @@ def main():
         output.write_text(json.dumps(result, indent=1))
         print(
             f"{result['data']} seed {args.seed} {name}: accuracy {scored['accuracy']:.4f} head share "
-            f"{scored['head_share']:.3f} ± {scored['head_share_std']:.3f} in {scored['fit_seconds']:.0f} s "
+            f"{scored['head_share']:.3f} ± {scored['head_share_std']:.3f} units "
+            f"{scored['units_flops_share']:.3f} ± {scored['units_flops_share_std']:.3f} "
+            f"in {scored['fit_seconds']:.0f} s "
             f"{scored.get('shares_by_layer', '')}",
             flush=True,
         )
@@ -173,23 +200,30 @@ def main():
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
         run("control", control, told)
-    ranked = head_importance(dense, train, seed=args.seed)
+    changes = json.loads(args.budget)
+    blocks = BudgetConfig(**changes).blocks
+    if blocks > 1:
+        group_neurons(dense, blocks, args.grouping, train, seed=args.seed)
+    ranked, ranked_blocks = unit_importance(dense, train, blocks=blocks, seed=args.seed)
+    ranked_blocks = ranked_blocks if blocks > 1 else None
+    sizes = dense.config.encoder_config
+    length = torch.tensor([sum(train.lengths) / len(train)])
+    block_cost = float(flops.feed_forward(length, sizes) / blocks / flops.head(length, sizes))
     for target in map(float, args.targets.split(",")):
-        changes = json.loads(args.budget)
         budgeted = variant(
             dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
         )
         if budgeted.config.budget_config.prior > 0:
-            start_from(budgeted, ranked, budgeted.config.budget_config.prior)
+            start_from(budgeted, ranked, budgeted.config.budget_config.prior, ranked_blocks)
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
         if target in static_at:
-            static = variant(dense, FixedHeads, **distil)
+            static = variant(dense, FixedUnits, **distil)
             freeze_routers(static)
-            kept = round(reached["head_share"] * ranked.numel())
-            fixed = (ranked >= ranked.flatten().topk(kept).values[-1]).float()
-            fixed[fixed.sum(-1) == 0, ranked.argmax(-1)[fixed.sum(-1) == 0]] = 1.0  # at least one head a layer
-            static.fixed = fixed
+            spent = reached.get("units_flops_share", reached["head_share"])
+            static.fixed, static.fixed_blocks = kept(ranked, ranked_blocks, spent, block_cost)
+            if blocks > 1:
+                static.config.budget = vars(BudgetConfig(scope="heads+blocks", ffn_blocks=blocks))  # for its costs
             run(f"static@{target}", static, told)
         if target in random_at:
             drawn = variant(dense, RandomHeads, **distil)

@@ -12,6 +12,7 @@ POOLINGS = ("mean", "first")
 ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
 SCOPES = ("heads", "heads+blocks")
+GROUPINGS = ("contiguous", "weights", "coactivation")
 BLOCK = 32  # neurons: blocks of the feed-forward layers are multiples of it, as the kernels' panels are
 # Numbers and paths of the engine; the kernels count the types in this order.
 DTYPES = ("fp32", "bf16", "int8")

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from budgetformer.config import BATCH_TOKENS, DTYPES, ESTIMATORS, PATHS, POOLINGS, PRESETS
+from budgetformer.config import BATCH_TOKENS, DTYPES, ESTIMATORS, GROUPINGS, PATHS, POOLINGS, PRESETS, SCOPES
 from budgetformer.errors import UsageError
 from budgetformer.settings.rules import (
     Checked,
@@ -149,7 +149,14 @@ class TrainSettings(Checked):
     pooling: str = in_model(one_of(*POOLINGS), "tokens the classifier sees: mean or first", default="mean")
     freeze_embeddings: bool = in_model(yes_or_no(), "leave the encoder's embeddings as they are", default=True)
 
-    target_budget: float = in_budget(SHARE, "mean share of the heads to end with", default=0.4, example="0.4")
+    target_budget: float = in_budget(SHARE, "mean share of the units' FLOPs to end with", default=0.4, example="0.4")
+    scope: str = in_budget(
+        one_of(*SCOPES), "units with a budget: heads, or heads+blocks (of feed-forward neurons too)", default="heads"
+    )
+    ffn_blocks: int = in_budget(whole(2), "blocks each feed-forward layer is cut into, with heads+blocks", default=12)
+    grouping: str = in_budget(
+        one_of(*GROUPINGS), f"which neurons share a block: {', '.join(GROUPINGS)}", default="coactivation"
+    )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
     router_learning_rate: float = in_budget(POSITIVE, "learning rate of the routers", default=1e-3)
     distillation: float = in_budget(number(0, 1), "weight of the dense twin's answers in the loss", default=0.5)

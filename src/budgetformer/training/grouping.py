@@ -12,8 +12,6 @@ from torch import Tensor
 
 from budgetformer.text import Encoded, collator
 
-WAYS = ("contiguous", "weights", "coactivation")
-
 
 @torch.no_grad()
 def group_neurons(model: Any, blocks: int, way: str, encoded: Encoded | None = None, *, seed: int = 0) -> list[Tensor]:

@@ -25,7 +25,8 @@ from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, fit, silent
-from budgetformer.training.importance import head_importance, start_from
+from budgetformer.training.grouping import group_neurons
+from budgetformer.training.importance import start_from, unit_importance
 from budgetformer.training.settling import settle
 from budgetformer.training.trainer import without_bar
 
@@ -52,8 +53,14 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     _keep_inputs(settings)
     splits = sources.load_splits(settings, echo)
     Carbon(settings.carbon, settings.country)  # refused now, not after training, when its package is missing
-    budget = BudgetConfig(target=settings.target_budget, estimator=settings.estimator)
+    budget = BudgetConfig(
+        target=settings.target_budget,
+        estimator=settings.estimator,
+        scope=settings.scope,
+        ffn_blocks=settings.ffn_blocks,
+    )
     model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
+    budget.check_blocks(model.config.intermediate_size)
     tokenizer.model_max_length = settings.max_length  # use cuts texts where training did
     train_rows, test_rows = (
         sources.encode_rows(r, tokenizer, splits.labels, settings) for r in (splits.train, splits.test)
@@ -84,13 +91,16 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 
     dense = _dense_twin(settings, model, tokenizer, train_rows, validation, folder, echo)
+    if budget.blocks > 1:  # the twin's function stays: a sum has no order
+        group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
     told = train_rows
     if settings.distillation > 0:
         with torch.no_grad():
             told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
     budgeted = budgeted_from(dense, budget, settings)
     if budget.prior > 0:
-        start_from(budgeted, head_importance(dense, train_rows, seed=settings.seed), budget.prior)
+        heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
+        start_from(budgeted, heads, budget.prior, blocks if budget.blocks > 1 else None)
     options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs)
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":
@@ -118,7 +128,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
             "labels": splits.labels,
         }
         result["environment"] = {**environment(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        missed = result["budgeted"]["attention_flops_share"] - settings.target_budget
+        missed = result["budgeted"]["units_flops_share"] - settings.target_budget
         if abs(missed) > 0.02:
             echo(
                 f"warning: the budget ended {missed:+.3f} off its target of {settings.target_budget}; train for longer"
@@ -159,7 +169,9 @@ def budgeted_from(
     config.distillation_temperature = settings.distillation_temperature
     torch.manual_seed(settings.seed)
     model = BudgetFormerForSequenceClassification(config)
-    model.load_state_dict(dense.state_dict())
+    # The blocks' routers have nothing in a dense twin; they keep their start, all blocks on.
+    strange = model.load_state_dict(dense.state_dict(), strict=False)
+    assert not strange.unexpected_keys
     _freeze(model, settings, routers=False)
     return model
 
