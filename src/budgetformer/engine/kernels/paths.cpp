@@ -58,7 +58,8 @@ void embed(const Job& job, long first, long last, Scratch& scratch) {
             for (int i = 0; i < s.embedding; i++) narrow[i] += type[i];
         }
         float* x = job.x + r * s.dp;
-        normalise(narrow, s.embedding == s.d ? x : narrow, s.embedding, width, m.embed_gamma, m.embed_beta, s.eps);
+        normalise(narrow, s.embedding == s.d ? x : narrow, 1, width, s.embedding, width, m.embed_gamma, m.embed_beta,
+                  s.eps);
         if (s.embedding != s.d)
             for (int column = 0; column < s.dp; column += PANEL) {
                 const Packed& w = m.projection;
@@ -66,8 +67,8 @@ void embed(const Job& job, long first, long last, Scratch& scratch) {
                 gemm<F32>(narrow, width, 1, &segment, 1, tile);
                 for (int j = 0; j < PANEL; j += W) store(x + column + j, load(tile + j) + load(w.bias + column + j));
             }
-        enter<D>(job, 0, r);
     }
+    enter<D>(job, 0, first, last);
 }
 
 // ---- routing ---------------------------------------------------------------------------------------------------
@@ -191,9 +192,7 @@ void finish(const Job& job, int input, Scratch& scratch) {
     const Spec& s = m.s;
     const long begin = job.offsets[input], tokens = job.offsets[input + 1] - begin;
     float* x = job.x + begin * s.dp;
-    if (s.pre_norm)
-        for (long t = 0; t < tokens; t++)
-            normalise(x + t * s.dp, x + t * s.dp, s.d, s.dp, m.final_gamma, m.final_beta, s.eps);
+    if (s.pre_norm) normalise(x, x, tokens, s.dp, s.d, s.dp, m.final_gamma, m.final_beta, s.eps);
     if (job.hidden)
         for (long t = 0; t < tokens; t++) memcpy(job.hidden + (begin + t) * s.d, x + t * s.dp, (size_t)s.d * 4);
     Arena a{scratch.memory};

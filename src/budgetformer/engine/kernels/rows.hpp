@@ -6,20 +6,53 @@
 namespace bf {
 namespace {
 
-// Width is padded with zeros up to dp; gamma and beta are 0 there, so the padding stays 0.
-BF_PASS void normalise(const float* x, float* y, int d, int dp, const float* gamma, const float* beta, float eps) {
-    const float mean = sum(sum_over(dp, [&](int i) { return load(x + i); })) / d;
-    // Only the real part: what the padding would add is far larger than the sum where the mean is far from 0.
-    const int whole = d / W * W;
-    vf squares = sum_over(whole, [&](int i) {
-        vf v = load(x + i) - mean;
-        return v * v;
-    });
-    float total = sum(squares);
-    for (int i = whole; i < d; i++) total += (x[i] - mean) * (x[i] - mean);
-    const float variance = total / d;
-    const float scale = 1.f / sqrtf(variance + eps);
-    for (int i = 0; i < dp; i += W) store(y + i, (load(x + i) - mean) * scale * load(gamma + i) + load(beta + i));
+// Layer norm of R rows side by side: a row alone waits for its own sums most of the time. The same steps for every R,
+// so a row's result does not depend on its neighbours. Width is padded with zeros up to dp; gamma and beta are 0 there,
+// so the padding stays 0.
+template <int R>
+BF_INLINE void normalise_some(const float* x, float* y, long ld, int d, int dp, const float* gamma, const float* beta,
+                              float eps) {
+    constexpr int STEP = 2 * W;
+    const int whole = d / STEP * STEP;  // the sum of squares is of the real part: what padding adds is far larger than
+                                        // the sum itself where the mean is far from 0
+    vf part[R][2] = {};
+    float mean[R], scale[R];
+    for (int i = 0; i < dp; i += STEP)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            part[r][0] += load(x + r * ld + i);
+            part[r][1] += load(x + r * ld + i + W);
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        mean[r] = sum(part[r][0] + part[r][1]) / d;
+        part[r][0] = part[r][1] = vf{};
+    }
+    for (int i = 0; i < whole; i += STEP)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const vf one = load(x + r * ld + i) - mean[r], other = load(x + r * ld + i + W) - mean[r];
+            part[r][0] = one * one + part[r][0];
+            part[r][1] = other * other + part[r][1];
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        float total = sum(part[r][0] + part[r][1]);
+        for (int i = whole; i < d; i++) total += (x[r * ld + i] - mean[r]) * (x[r * ld + i] - mean[r]);
+        scale[r] = 1.f / sqrtf(total / d + eps);
+    }
+    for (int i = 0; i < dp; i += W) {
+        const vf g = load(gamma + i), b = load(beta + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) store(y + r * ld + i, (load(x + r * ld + i) - mean[r]) * scale[r] * g + b);
+    }
+}
+
+BF_PASS void normalise(const float* x, float* y, long rows, long ld, int d, int dp, const float* gamma,
+                       const float* beta, float eps) {
+    long r = 0;
+    for (; r + 4 <= rows; r += 4) normalise_some<4>(x + r * ld, y + r * ld, ld, d, dp, gamma, beta, eps);
+    for (; r < rows; r++) normalise_some<1>(x + r * ld, y + r * ld, ld, d, dp, gamma, beta, eps);
 }
 
 // To int8, symmetric: the largest of the row, or `known` where it was found before, becomes 127. Returns the step.
@@ -51,16 +84,17 @@ BF_INLINE void add_offsets(int32_t* offset, const int32_t* sums, int n) {
     for (int j = 0; j < n; j += W) store(offset + j, load(offset + j) + load(sums + j) * Tag<I8>::OFFSET);
 }
 
-// What attention of `layer` reads of a finished row.
+// What attention of `layer` reads of finished rows.
 template <int D>
-static void enter(const Job& job, int layer, long row) {
+static void enter(const Job& job, int layer, long first, long last) {
     const Spec& s = job.m->s;
-    const float* x = job.x + row * s.dp;
-    float* inner = job.inner + row * s.dp;
+    const float* x = job.x + first * s.dp;
+    float* inner = job.inner + first * s.dp;
     const Layer& w = job.m->layer[layer];
-    if (s.pre_norm) normalise(x, inner, s.d, s.dp, w.attention_gamma, w.attention_beta, s.eps);
-    float* step = D == I8 ? job.typed_scale + row : nullptr;
-    convert_row<D>(inner, (typename Tag<D>::In*)job.typed + row * s.dp, s.dp, step);
+    if (s.pre_norm) normalise(x, inner, last - first, s.dp, s.d, s.dp, w.attention_gamma, w.attention_beta, s.eps);
+    for (long r = first; r < last; r++)
+        convert_row<D>(job.inner + r * s.dp, (typename Tag<D>::In*)job.typed + r * s.dp, s.dp,
+                       D == I8 ? job.typed_scale + r : nullptr);
 }
 
 template <int D>
@@ -237,12 +271,10 @@ static void first_half(const Job& job, int layer_number, int input, long first, 
                  same(job.heads + owner * s.H, job.heads_count[owner], job.heads + b * s.H, job.heads_count[b]));
         project<D>(job, layer, (int)owner, at, (int)(r - at), y + (at - first) * s.dp, mem);
     }
-    for (long i = 0; i < last - first; i++) {
-        float *row = y + i * s.dp, *in = inner + i * s.dp;
-        if (s.pre_norm) normalise(row, in, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
-        else normalise(row, row, s.d, s.dp, layer.attention_gamma, layer.attention_beta, s.eps);
-        convert_row<D>(in, typed + i * s.dp, s.dp, typed_scale + i);
-    }
+    const long total = last - first;
+    if (s.pre_norm) normalise(y, inner, total, s.dp, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
+    else normalise(y, y, total, s.dp, s.d, s.dp, layer.attention_gamma, layer.attention_beta, s.eps);
+    for (long i = 0; i < total; i++) convert_row<D>(inner + i * s.dp, typed + i * s.dp, s.dp, typed_scale + i);
 }
 
 // The rest of the layer, and what the next one reads.
@@ -270,12 +302,9 @@ static void second_half(const Job& job, int layer_number, int input, long first,
         feed_forward<D>(s, layer, (int)(r - at), mem.ranges, count, y + skip * s.dp, typed + skip * s.dp,
                         typed_scale + skip, job.x + at * s.dp, mem);
     }
-    const bool more = layer_number + 1 < s.layers;
-    for (long r = first; r < last; r++) {
-        float* x = job.x + r * s.dp;
-        if (!s.pre_norm) normalise(x, x, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
-        if (more) enter<D>(job, layer_number + 1, r);
-    }
+    float* x = job.x + first * s.dp;
+    if (!s.pre_norm) normalise(x, x, last - first, s.dp, s.d, s.dp, layer.ffn_gamma, layer.ffn_beta, s.eps);
+    if (layer_number + 1 < s.layers) enter<D>(job, layer_number + 1, first, last);
 }
 
 template <int D>
