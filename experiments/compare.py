@@ -66,7 +66,8 @@ def variant(model, cls, budget=None, **config):
     for key, value in config.items():
         setattr(settings, key, value)
     made = cls(settings)
-    made.load_state_dict(model.state_dict(), strict=False)  # a dense model has no routers of blocks
+    # Routers start anew: a dense model's never learned, has none for blocks, and may see fewer numbers.
+    made.load_state_dict({k: v for k, v in model.state_dict().items() if ".router." not in k}, strict=False)
     made.budgetformer.encoder.embeddings.requires_grad_(False)
     return made
 
