@@ -80,7 +80,8 @@ def part_of(output: Output, batch: Packed, place: int) -> list[np.ndarray]:
     """All that is answered for one input."""
     rows = slice(batch.offsets[place], batch.offsets[place + 1])
     assert output.hidden is not None
-    return [output.logits[place], output.gates[place], output.wanted[place], output.hidden[rows]]
+    blocks = np.zeros(0, np.uint8) if output.blocks is None else output.blocks[place]
+    return [output.logits[place], output.gates[place], output.wanted[place], output.hidden[rows], blocks]
 
 
 @lru_cache(maxsize=256)

@@ -334,17 +334,24 @@ def test_scores_of_attention_far_apart():
 
 # ---------------------------------------------------------------------------- one input's bits, whatever is beside it
 
-CUTS = {96: 3, 50: 1, 256: 4}  # feed-forward neurons, and into how many blocks they are cut
+CUTS = {96: 3, 50: 1, 256: 4, 128: 4}  # feed-forward neurons, and into how many blocks they are cut
 LONG = [
     dict(hidden_size=40, num_heads=5, intermediate_size=96, norm="post"),
     dict(hidden_size=36, num_heads=3, intermediate_size=50, norm="pre"),
     dict(hidden_size=128, num_heads=2, intermediate_size=256, norm="post"),
+    dict(
+        hidden_size=64,
+        num_heads=4,
+        intermediate_size=128,
+        norm="pre",
+        budget={"scope": "heads+blocks", "ffn_blocks": 4},
+    ),
 ]
 
 
 @lru_cache
 def long_model(number: int) -> Weights:
-    """Models with 512 positions: a head narrower than a panel, no multiple of anything, a head of two panels."""
+    """A head narrower than a panel; no multiple of anything; a head of two panels; routers for blocks, too."""
     return random_weights(number, max_positions=512, num_layers=2, **LONG[number])
 
 
@@ -375,7 +382,7 @@ def of(options: dict[str, np.ndarray], places: list[int]) -> dict[str, np.ndarra
 
 
 def assert_same_bits(found: list[np.ndarray], expected: list[np.ndarray], where: str) -> None:
-    for name, one, other in zip(("logits", "gates", "wanted", "hidden"), found, expected, strict=True):
+    for name, one, other in zip(("logits", "gates", "wanted", "hidden", "blocks"), found, expected, strict=True):
         assert one.tobytes() == other.tobytes(), f"{name} differ {where}"
 
 

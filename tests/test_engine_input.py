@@ -402,21 +402,35 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
 
 
 @needs_library
-def test_calls_in_the_wrong_order_and_nonsense_are_answered_by_the_library():
+def test_calls_in_the_wrong_order_and_nonsense_are_answered_by_the_library(monkeypatch):
     """The C interface by itself: what Python never sends does not end the process either."""
     lib = native.library()
-    spec = np.zeros(20, np.int32)
-    assert not lib.bf_new(b"avx9", spec.ctypes.data, 20, 1e-12, 1)
+    weights = random_weights(0, num_layers=1)
+    path = native.NativePath(weights, "fp32", "plain")
+    new, sent = lib.bf_new, []
+
+    class Listening:
+        def __getattr__(self, name):
+            return getattr(lib, name)
+
+        def bf_new(self, name, spec, count, eps, threads):
+            sent.append(np.ctypeslib.as_array(ctypes.cast(spec, ctypes.POINTER(ctypes.c_int32)), (count,)).copy())
+            return new(name, spec, count, eps, threads)
+
+    monkeypatch.setattr(native, "library", lambda: Listening())
+    native.NativePath(weights, "fp32", "plain")
+    spec = sent[0]
+    assert not lib.bf_new(b"avx9", spec.ctypes.data, len(spec), 1e-12, 1)
     assert b"no such path" in lib.bf_error()
-    spec[1:5] = 32, 1, 1, 32
-    spec[[0, 5, 8, 9]] = 3, 3, 32, 1
-    handle = lib.bf_new(b"plain", spec.ctypes.data, 20, 1e-12, 1)
+    handle = lib.bf_new(b"plain", spec.ctypes.data, len(spec), 1e-12, 1)
     assert handle
     assert lib.bf_build(handle) == 1
     assert b"tensor missing: embeddings.word.weight" in lib.bf_error()
-    empty = native._Batch(1, 1, 1, *[None] * 10)
-    assert lib.bf_run(handle, ctypes.byref(empty)) == 1
+    nothing = native._Batch(1, 1, 1)
+    assert lib.bf_run(handle, ctypes.byref(nothing)) == 1
     assert b"bf_build" in lib.bf_error()
+    assert lib.bf_run(path._handle, ctypes.byref(native._Batch(0, 0, 1))) == 1
+    assert b"empty" in lib.bf_error()
     lib.bf_free(handle)
     assert not lib.bf_has(b"avx9", 0)
     assert not lib.bf_has(b"plain", 7)

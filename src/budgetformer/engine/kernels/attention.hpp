@@ -8,13 +8,15 @@ namespace {
 // Memory is handed out from one block per thread, 64 bytes aligned; the same calls without a block count the bytes.
 struct Arena {
     char* at;
+    size_t size;
     size_t used = 0;
     template <class T>
     T* take(long n) {
         T* p = at ? (T*)(at + used) : nullptr;
         const size_t bytes = (size_t)n * sizeof(T), room = (bytes + 63) / 64 * 64 + FENCE;
-        if (at) fence(p, room, bytes);
         used += room;
+        if (at && used > size) __builtin_trap();  // a mistake of `scratch_size`: an end is better than others' memory
+        if (at) fence(p, room, bytes);
         return p;
     }
 };
@@ -54,17 +56,19 @@ struct AttendMemory {
     int32_t* offset;
     size_t size;
 
-    AttendMemory(char* at, int length, int ep) {
-        Arena a{at};
-        const int keys = round_up(length, PANEL), rows = score_rows(keys);
+    AttendMemory(char* at, size_t room, int length, int ep) {
+        Arena a{at, room};
+        const int keys = round_up(length, PANEL);
+        // As many as any shorter input needs: where there are fewer keys, more rows of scores are computed at once.
+        const long some = 64 * 1024 / 4, least = (long)TILE * keys, cells = some > least ? some : least;
         q = a.take<typename C::In>((long)length * ep);
         k = a.take<typename C::In>((long)keys * ep);
         v = a.take<typename C::In>((long)keys * ep);
-        p = a.take<typename C::In>((long)rows * keys);
+        p = a.take<typename C::In>(cells);
         tile = a.take<typename Tag<D>::Acc>(QKV_ROWS * PANEL);
-        scores = a.take<float>((long)rows * keys);
+        scores = a.take<float>(cells);
         core_tile = a.take<float>(QKV_ROWS * PANEL);
-        inverse = a.take<float>(rows);
+        inverse = a.take<float>(QKV_ROWS);
         offset = a.take<int32_t>(PANEL);
         size = a.used;
     }
@@ -170,7 +174,7 @@ static void attend(const Job& job, int layer, int input, int slot, Scratch& scra
     const long begin = job.offsets[input];
     const int length = (int)(job.offsets[input + 1] - begin), keys = round_up(length, PANEL), ep = s.ep;
     const int head = job.heads[(long)input * s.H + slot], strips = ep / PANEL;
-    AttendMemory<D> mem(scratch.memory, length, ep);
+    AttendMemory<D> mem(scratch.memory, scratch.size, length, ep);
 
     const typename T::In* x = (const typename T::In*)job.typed + begin * s.dp;
     for (int panel = 0; panel < 3 * strips; panel++) {

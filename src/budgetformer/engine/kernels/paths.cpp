@@ -38,7 +38,7 @@ template <int D>
 void embed(const Job& job, long first, long last, Scratch& scratch) {
     const Model& m = *job.m;
     const Spec& s = m.s;
-    Arena a{scratch.memory};
+    Arena a{scratch.memory, scratch.size};
     float* narrow = a.take<float>(s.embedding + PANEL);
     float* tile = a.take<float>(PANEL);
     int input = 0;
@@ -100,7 +100,7 @@ void top(const float* score, int n, int count, uint8_t* chosen) {
 // do in use. count: how many, or -1 for the controller's own wish. Returns the share wished for.
 float decide(const Spec& s, const Router& w, int units, const float* rows, long tokens, int count, uint8_t* chosen,
              Scratch& scratch) {
-    Arena a{scratch.memory};
+    Arena a{scratch.memory, scratch.size};
     float *pooled = a.take<float>(s.seen), *z = a.take<float>(units), *adjusted = a.take<float>(units);
     pool(rows, tokens, s.dp, s.view, pooled);
     float wish = w.down_bias;
@@ -195,7 +195,7 @@ void finish(const Job& job, int input, Scratch& scratch) {
     if (s.pre_norm) normalise(x, x, tokens, s.dp, s.d, s.dp, m.final_gamma, m.final_beta, s.eps);
     if (job.hidden)
         for (long t = 0; t < tokens; t++) memcpy(job.hidden + (begin + t) * s.d, x + t * s.dp, (size_t)s.d * 4);
-    Arena a{scratch.memory};
+    Arena a{scratch.memory, scratch.size};
     float *pooled = a.take<float>(s.dp), *inner = a.take<float>(s.dp);
     if (s.pool_first) memcpy(pooled, x, (size_t)s.dp * 4);
     else pool(x, tokens, s.dp, MEAN, pooled);
@@ -214,8 +214,8 @@ void finish(const Job& job, int input, Scratch& scratch) {
 
 template <int D>
 size_t scratch_size(const Spec& s, int longest, int blocks, int block_rows) {
-    const size_t attend = AttendMemory<D>(nullptr, longest, s.ep).size;
-    const size_t rest = RowsMemory<D>(nullptr, s, block_rows, blocks).size;
+    const size_t attend = AttendMemory<D>(nullptr, 0, longest, s.ep).size;
+    const size_t rest = RowsMemory<D>(nullptr, 0, s, block_rows, blocks).size;
     const size_t small =
         ((size_t)s.seen + 2 * (size_t)s.dp + 2 * (size_t)(s.H + s.blocks) + (size_t)s.embedding + 1024) * 4;
     const size_t most = attend > rest ? attend : rest;

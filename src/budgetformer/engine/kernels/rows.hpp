@@ -145,8 +145,8 @@ struct RowsMemory {
     Segment* segments;
     size_t size;
 
-    RowsMemory(char* at, const Spec& s, int rows, int blocks) {
-        Arena a{at};
+    RowsMemory(char* at, size_t room, const Spec& s, int rows, int blocks) {
+        Arena a{at, room};
         const long widest = s.H * s.ep > s.fp ? s.H * s.ep : s.fp;
         y = a.take<float>((long)rows * s.dp);
         inner = s.pre_norm ? a.take<float>((long)rows * s.dp) : y;
@@ -309,7 +309,7 @@ static void second_half(const Job& job, int layer_number, int input, long first,
 
 template <int D>
 static void rows(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
-    RowsMemory<D> mem(scratch.memory, job.m->s, (int)(last - first), job.blocks);
+    RowsMemory<D> mem(scratch.memory, scratch.size, job.m->s, (int)(last - first), job.blocks);
     first_half<D>(job, layer, input, first, last, mem.y, mem.inner, mem.typed, mem.typed_scale, mem);
     second_half<D>(job, layer, input, first, last, mem.y, mem.typed, mem.typed_scale, mem);
 }
@@ -318,7 +318,7 @@ static void rows(const Job& job, int layer, int input, long first, long last, Sc
 template <int D>
 static void rows_attention(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
     const Spec& s = job.m->s;
-    RowsMemory<D> mem(scratch.memory, s, (int)(last - first), job.blocks);
+    RowsMemory<D> mem(scratch.memory, scratch.size, s, (int)(last - first), job.blocks);
     first_half<D>(job, layer, input, first, last, job.x + first * s.dp, job.inner + first * s.dp,
                   (typename Tag<D>::In*)job.typed + first * s.dp, job.typed_scale + first, mem);
 }
@@ -326,7 +326,7 @@ static void rows_attention(const Job& job, int layer, int input, long first, lon
 template <int D>
 static void rows_blocks(const Job& job, int layer, int input, long first, long last, Scratch& scratch) {
     const Spec& s = job.m->s;
-    RowsMemory<D> mem(scratch.memory, s, (int)(last - first), job.blocks);
+    RowsMemory<D> mem(scratch.memory, scratch.size, s, (int)(last - first), job.blocks);
     second_half<D>(job, layer, input, first, last, job.x + first * s.dp,
                    (const typename Tag<D>::In*)job.typed + first * s.dp, job.typed_scale + first, mem);
 }
