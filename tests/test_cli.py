@@ -107,7 +107,7 @@ def test_each_help_ends_with_an_example(run, verb):
 def test_help_shows_defaults_and_brackets_as_they_are(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     text = " ".join(run("train", "--help")[1].split())
-    assert "mean share of the heads to end with [default: 0.4]" in text
+    assert "mean share of the units' FLOPs to end with [default: 0.4]" in text
     assert "hf:NAME[:CONFIG]" in text
 
 

@@ -14,7 +14,7 @@ CORE = ("config", "errors", "schedule", "estimators", "router", "reference", "at
 ALLOWED = {"torch", "jaxtyping", "numpy"}
 WITHOUT_TORCH = ("config", "errors", "schedule", "flops")
 # What the engine stands on; torch and the core's modules in torch are there for its path on torch alone.
-ENGINE = ("config", "errors", "folder", "tokens", "outputs")
+ENGINE = ("config", "errors", "flops", "folder", "tokens", "outputs")
 ON_TORCH = ("encoder", "router", "schedule")
 
 

@@ -145,7 +145,7 @@ def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> di
     blocks = {} if answers.blocks is None else {"block_share": float(answers.blocks.mean())}
     return {
         "units_flops_share": float(ran.sum() / every.sum()),
-        "units_flops_share_std": float((ran / every).std(correction=0)),
+        "units_flops_share_std": float(np.asarray(ran / every).std()),
         **blocks,
         "head_share": float(share.mean()),
         "head_share_std": float(share.std(correction=0)),
