@@ -71,7 +71,7 @@ def test_what_fits_passes():
     checked(GOOD, encoder_config(), counts=np.ones((2, LAYERS), np.int32))
     checked(GOOD, encoder_config(), gates=np.ones((2, LAYERS, HEADS)), blocks=np.ones((2, LAYERS, INNER)))
     # A model without token types does not look at them.
-    checked(Packed(ints([5]), ints([0, 1]), ints([9])), encoder_config(token_types=0))
+    assert checked(Packed(ints([5]), ints([0, 1]), ints([9])), encoder_config(token_types=0)).types is None
 
 
 @pytest.mark.parametrize("name", BAD)

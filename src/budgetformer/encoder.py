@@ -249,8 +249,7 @@ class Encoder(nn.Module):
         if blocks == 1:
             return allocate(budget, self.profile, heads, lowest), None
         learned = torch.stack([self.profile.mean(), self.block_profile.mean()])
-        costs = torch.stack([heads * flops.head(tokens, self.config), flops.feed_forward(tokens, self.config)], dim=1)
-        share = shares_of(budget, learned, costs)
+        share = shares_of(budget, learned, torch.stack(flops.layer(tokens, self.config), dim=1))
         return (
             allocate(share[:, 0], self.profile, heads, lowest),
             allocate(share[:, 1], self.block_profile, blocks, lowest),

@@ -56,6 +56,11 @@ def feed_forward(tokens: Any, config: EncoderConfig) -> Any:
     return 4 * _exact(tokens) * config.hidden_size * config.intermediate_size
 
 
+def layer(tokens: Any, config: EncoderConfig) -> tuple[Any, Any]:
+    """Both kinds of unit in one layer, all of them: its heads, its feed-forward neurons."""
+    return config.num_heads * head(tokens, config), feed_forward(tokens, config)
+
+
 def router(config: EncoderConfig, budget: BudgetConfig) -> int:
     """The routers of one layer, whatever the length: controller and scorer read one pooled vector."""
     seen = config.hidden_size if budget.view == "mean" else 2 * config.hidden_size

@@ -315,10 +315,10 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 budget=losses.paper_hinge(out.routings, budget_config),
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
-        sizes, tokens = config.encoder_config, keep.sum(1)
-        kinds = [(out.routings, sizes.num_heads * flops.head(tokens, sizes))]
+        heads, neurons = flops.layer(keep.sum(1), config.encoder_config)
+        kinds = [(out.routings, heads)]
         if out.block_routings:
-            kinds.append((out.block_routings, flops.feed_forward(tokens, sizes)))
+            kinds.append((out.block_routings, neurons))
         each, cost = losses.mean_cost(*kinds)
         # The last step's overspending, not this one's: multiplied by its own gradient it would also punish the variance
         # over inputs. Not a mean of many steps: that lags, and layers swing to all or nothing.

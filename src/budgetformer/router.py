@@ -106,8 +106,6 @@ def shares_of(
     `learned` is each kind's mean share in training, `costs` what all units of a kind cost an input. One shift in logit
     space is found for all kinds, so that together they cost `budget` of everything.
     """
-    if len(learned) == 1:
-        return budget[:, None].double()
     z = torch.logit(learned.double().clamp(1e-3, 1 - 1e-3)).expand(len(budget), -1)
     costs = costs.double() / costs.sum(1, keepdim=True)
     low, high = z.new_full((len(budget), 1), -40.0), z.new_full((len(budget), 1), 40.0)

@@ -211,8 +211,7 @@ class Engine:
         if routing.blocks == 1:
             return allocate(budget, tensors["profile"], e.num_heads, routing.min_units), None
         learned = np.array([tensors["profile"].mean(), tensors["block_profile"].mean()])
-        costs = np.stack([e.num_heads * flops.head(tokens, e), flops.feed_forward(tokens, e)], axis=1)
-        share = split(budget, learned, costs)
+        share = split(budget, learned, np.stack(flops.layer(tokens, e), axis=1))
         return (
             allocate(share[:, 0], tensors["profile"], e.num_heads, routing.min_units),
             allocate(share[:, 1], tensors["block_profile"], routing.blocks, routing.min_units),
@@ -263,9 +262,7 @@ def choose(weights: Weights, dtype: str, path: str = "auto", threads: int | None
         made: Path = TorchPath(weights, dtype, threads=threads)
     else:
         name = path if path != "auto" else next((p for p in native.paths() if native.has(p, dtype)), native.paths()[0])
-        if name not in native.paths():
-            raise UsageError(f"path is {path!r}; this processor has {', '.join(native.paths())}, torch")
-        if not native.has(name, dtype):
+        if name in native.paths() and not native.has(name, dtype):
             reasons.append(f"{dtype} needs instructions that {name} does not have, so fp32 is used")
             dtype = "fp32"
         made = native.NativePath(weights, dtype, name, threads=threads)
