@@ -34,7 +34,7 @@ from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import start_from, unit_importance
-from budgetformer.training.settling import settle
+from budgetformer.training.settling import settle, settle_cascade
 
 
 class FixedUnits(BudgetFormerForSequenceClassification):
@@ -67,8 +67,16 @@ def variant(model, cls, budget=None, **config):
         setattr(settings, key, value)
     made = cls(settings)
     # Routers start anew: a dense model's never learned, has none for blocks, and may see fewer numbers.
-    made.load_state_dict({k: v for k, v in model.state_dict().items() if ".router." not in k}, strict=False)
+    weights = {k: v for k, v in model.state_dict().items() if ".router." not in k and not k.endswith("profile")}
+    made.load_state_dict(weights, strict=False)
     made.budgetformer.encoder.embeddings.requires_grad_(False)
+    return made
+
+
+def student(model, layers, **config):
+    """The first `layers` layers of `model`: what a user who wants a smaller dense model would train."""
+    made = variant(model, BudgetFormerForSequenceClassification, num_layers=layers, **config)
+    freeze_routers(made)
     return made
 
 
@@ -92,6 +100,10 @@ def kept(heads, blocks, share, block_cost):
     return heads_on, None if blocks is None else chosen[heads.numel() :].view_as(blocks)
 
 
+def brief(scored):
+    return {key: scored[key] for key in ("accuracy", "units_flops_share", "units_flops_share_std", "head_share")}
+
+
 def freeze_routers(model):
     for name, parameter in model.named_parameters():
         if ".router." in name:
@@ -113,6 +125,7 @@ def main():
     parser.add_argument("--distillation", type=float, default=0.5)
     parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
+    parser.add_argument("--students", default="", help="layers of the smaller dense models to compare with: 3,2")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--grouping", default="coactivation", help="of neurons into blocks, where blocks have a budget")
@@ -129,17 +142,21 @@ def main():
 
     tokenizer = AutoTokenizer.from_pretrained(encoder)
 
-    def split(which):
+    def split(which, *, rest=False):
+        """At most `--limit` rows of a split, or those that are then left."""
         rows = [row for row in table if row["split"] == which]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         if args.limit and len(rows) > args.limit:
-            rows = [
-                rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: args.limit]
-            ]
+            rows = [rows[i] for i in (order[args.limit :][: args.limit] if rest else order[: args.limit])]
+        elif rest:
+            return None
         pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
         labels = [number[row["label"]] for row in rows]
         return encode(tokenizer, [row["text"] for row in rows], pairs, labels, max_length=args.max_length)
 
     train, test = split("train"), split("test")
+    # Texts that nobody trains on, for the margin of the second answers; their labels are not used.
+    held = split("validation") if any(row["split"] == "validation" for row in table) else split("train", rest=True)
     result = {
         "data": Path(args.data).stem,
         "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense")},
@@ -168,11 +185,17 @@ def main():
         torch.manual_seed(args.seed)
         start = time.time()
         fit(model, data, None, options(epochs))
+        seconds = time.time() - start
         if name.startswith("budgeted"):
             settle(model, data)
+            if model.config.budget_config.first < 1:
+                result["models"][f"{name}:first"] = brief(evaluate(model, test, details=False))
+                result["models"][f"{name}:whole"] = brief(evaluate(model, test, budget=1.0, details=False))
+                settle_cascade(model, held)
         scored = evaluate(model, test, details=name.startswith("budgeted"))
         scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
-        scored["fit_seconds"] = round(time.time() - start, 1)
+        scored["cascade"] = model.config.budget_config.cascade
+        scored["fit_seconds"] = round(seconds, 1)
         result["models"][name] = scored
         output.write_text(json.dumps(result, indent=1))
         print(
@@ -201,6 +224,8 @@ def main():
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
         run("control", control, told)
+    for layers in (int(n) for n in args.students.split(",") if n):
+        run(f"student{layers}", student(dense, layers, **distil), told)
     changes = json.loads(args.budget)
     blocks = BudgetConfig(**changes).blocks
     if blocks > 1:

@@ -13,6 +13,7 @@ ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
 SCOPES = ("heads", "heads+blocks")
 GROUPINGS = ("contiguous", "weights", "coactivation")
+MULTI_LABEL = "multi_label_classification"  # the problem type of a model that gives a text several labels, or none
 BLOCK = 32  # neurons: blocks of the feed-forward layers are multiples of it, as the kernels' panels are
 # Numbers and paths of the engine; the kernels count the types in this order.
 DTYPES = ("fp32", "bf16", "int8")
@@ -40,6 +41,10 @@ class BudgetConfig:
     scope: str = "heads"
     ffn_blocks: int = 12
     min_units: int = 1  # of each sublayer; 0 lets one be skipped whole
+    # A second answer with every unit on, for inputs whose first is unsure.
+    first: float = 1.0  # share of the target that the first answers spend; the second ones get the rest; 1: no second
+    cascade: float = 0.0  # margin between the two best probabilities below which an input is answered again
+    whole: float = 0.0  # share of the inputs of a training step that run with every unit on
     router_hidden: int = 64
     view: str = "mean"
     prior: float = 1.0  # scale of the dense twin's head importance in the scores that a router starts from
@@ -69,6 +74,9 @@ class BudgetConfig:
         need("view", self.view in ROUTER_VIEWS, f"choose one of {', '.join(ROUTER_VIEWS)}")
         need("loss", self.loss in BUDGET_LOSSES, f"choose one of {', '.join(BUDGET_LOSSES)}")
         need("min_units", self.min_units >= 0, "must be 0 or more")
+        need("first", 0.0 < self.first <= 1.0, "is a share of the target, so it must lie in (0, 1]")
+        need("cascade", 0.0 <= self.cascade <= 1.0, "is a difference of probabilities, so it must lie in [0, 1]")
+        need("whole", 0.0 <= self.whole < 1.0, "is a share of the inputs, so it must lie in [0, 1)")
         need("router_hidden", self.router_hidden >= 1, "must be 1 or more")
         need("tau_end", 0.0 < self.tau_end <= self.tau_start, "must be above 0 and at most tau_start")
         for name in ("anneal_until", "explore_until"):
@@ -81,6 +89,11 @@ class BudgetConfig:
     def routes(self) -> bool:
         """False for a dense model: a target of 1, held, leaves nothing to decide, and no router runs."""
         return self.target < 1.0 or self.loss != "lagrange"
+
+    @property
+    def first_target(self) -> float:
+        """The mean share that the first answers spend: what the routers learn to hold."""
+        return self.target * self.first
 
     @property
     def blocks(self) -> int:

@@ -68,12 +68,12 @@ def _labels(predictor: Predictor, rows: "Rows") -> list[Any]:
 
 
 def _measured(predictor: Predictor, tokens: list[Tokens], progress: Any) -> metrics.Predictions:
-    engine, budget = predictor.engine, predictor.budget
+    engine, policy = predictor.engine, {"budget": predictor.budget, "margin": predictor.margin}
     # Threads are started and weights touched by the shortest text: what the others need on top is what they need.
-    engine.forward([min(tokens, key=len)], budget=budget)
+    engine.forward([min(tokens, key=len)], **policy)
     with metrics.peak_memory(torch.device("cpu")) as peak:
         start = time.perf_counter()
-        output = engine.forward(tokens, budget=budget, progress=progress)
+        output = engine.forward(tokens, **policy, progress=progress)
         seconds = time.perf_counter() - start
     return _predictions(output, tokens, seconds, peak.megabytes)
 

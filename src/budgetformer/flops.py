@@ -23,6 +23,7 @@ class Work:
     feed_forward_dense: Any
     router: Any
     rest: Any
+    rest_dense: Any
 
     @property
     def total(self) -> Any:
@@ -32,7 +33,7 @@ class Work:
     @property
     def total_dense(self) -> Any:
         """The dense twin, which has no router."""
-        return self.attention_dense + self.feed_forward_dense + self.rest
+        return self.attention_dense + self.feed_forward_dense + self.rest_dense
 
     def units(self, budget: BudgetConfig) -> tuple[Any, Any]:
         """What has a budget: operations of the units that ran, and of all of them."""
@@ -68,6 +69,11 @@ def router(config: EncoderConfig, budget: BudgetConfig) -> int:
     return sum(2 * (seen * budget.router_hidden + budget.router_hidden + seen * n) for n in units)
 
 
+def again(gates: Any) -> Any:
+    """Second answers, 0 or 1 for each input: some head ran twice. gates (batch, layer, head): how often each ran."""
+    return 1 * (gates > 1).any(-1).any(-1)
+
+
 def work(
     tokens: Any,
     heads: Any,
@@ -76,11 +82,13 @@ def work(
     *,
     labels: int,
     blocks: Any = None,
+    again: Any = 0,
     dense_head: bool = False,
     routed: bool = True,
 ) -> Work:
     """tokens (batch,): real tokens of each input. heads (batch, layer): heads that ran. blocks (batch, layer): the
-    share of each feed-forward layer that ran; None is all. routed: routers ran too.
+    share of each feed-forward layer that ran; None is all. again (batch,): second answers, 0 or 1, of which heads and
+    blocks hold their part already. routed: routers ran too.
     """
     per_head = head(tokens, config)
     width = config.hidden_size
@@ -90,11 +98,13 @@ def work(
         rest = rest + 2 * width * width
     if config.embedding_size not in (None, width):
         rest = rest + 2 * _exact(tokens) * config.embedding_size * width
+    passes = 1 + again
     return Work(
         attention=per_head * _exact(heads).sum(1),
         attention_dense=per_head * float(config.num_heads * config.num_layers),
-        feed_forward=one * (float(config.num_layers) if blocks is None else _exact(blocks).sum(1)),
+        feed_forward=one * (float(config.num_layers) * passes if blocks is None else _exact(blocks).sum(1)),
         feed_forward_dense=one * float(config.num_layers),
         router=0 * per_head + (config.num_layers * router(config, budget) if routed else 0),
-        rest=rest,
+        rest=rest * passes,
+        rest_dense=rest,
     )

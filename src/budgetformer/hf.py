@@ -1,6 +1,6 @@
 """The Hugging Face skin: a configuration and two models that Auto classes, pipelines and Trainer know."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from transformers.utils.generic import ModelOutput
 
 from budgetformer import flops, losses
 from budgetformer.attention import BudgetedMultiheadAttention
-from budgetformer.config import BudgetConfig, EncoderConfig, known_fields
+from budgetformer.config import MULTI_LABEL, BudgetConfig, EncoderConfig, known_fields
 from budgetformer.encoder import Classifier, Encoder, EncoderOutput
 from budgetformer.errors import ModelFolderError, UsageError
-from budgetformer.router import Router
+from budgetformer.router import Router, margins
 from budgetformer.schedule import Schedule
 
 
@@ -102,9 +102,11 @@ def refuse_implementation(key: str, value: Any) -> None:
 class BudgetFormerOutput(ModelOutput):
     """Output of both models.
 
-    loss: total. logits (batch, labels). gates (batch, layer, head): 1 where a head ran. blocks (batch, layer, block): 1
-    where a feed-forward block ran; None where they have no budget. wanted (batch, layer): the share of heads that each
-    budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss by name.
+    loss: total. logits (batch, labels). gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
+    input that was answered again (`BudgetConfig.cascade`). blocks (batch, layer, block): the same of feed-forward
+    blocks; None where they have no budget. wanted (batch, layer): the share of heads that each budget controller asked
+    for. head_share (batch,): the share that ran. loss_parts: the loss by name. While training with
+    `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
     """
 
     loss: Tensor | None = None
@@ -244,6 +246,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         teacher_logits: Tensor | None = None,
+        sample_weight: Tensor | None = None,
         *,
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
@@ -255,53 +258,113 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """Classify a batch.
 
         labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
-        twin's answer, to be distilled. budget, gates, blocks: as in `Encoder.forward`.
+        twin's answer, to be distilled. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
+        `Encoder.forward`.
         """
         keep = keep_of(input_ids, attention_mask)
         budget_config = self.config.budget_config
-        explore = Schedule(budget=budget_config).at(self.progress) if self.training else None
         if budget is None and not budget_config.routes:
             gates = self._all(len(input_ids), self.config.num_heads) if gates is None else gates
             if budget_config.blocks > 1 and blocks is None:
                 blocks = self._all(len(input_ids), budget_config.blocks)
-        out = self.budgetformer.encode(
-            input_ids,
-            keep,
-            token_type_ids,
-            explore=explore,
-            budget=budget,
-            gates=gates,
-            blocks=blocks,
-            need_weights=_flag(output_attentions, self.config.output_attentions),
-            need_hidden=_flag(output_hidden_states, self.config.output_hidden_states),
-        )
-        logits = self.classifier(out.hidden, keep)
         routed = gates is None and blocks is None and budget is None
-        parts = self._losses(logits, labels, teacher_logits, out, keep, routed) if labels is not None else None
+        options: dict[str, Any] = {
+            "need_weights": _flag(output_attentions, self.config.output_attentions),
+            "need_hidden": _flag(output_hidden_states, self.config.output_hidden_states),
+        }
+        if self.training:
+            options["explore"] = Schedule(budget=budget_config).at(self.progress)
+        types = token_type_ids
+        rows = again = torch.zeros(0, dtype=torch.long, device=input_ids.device)
+        if routed and self.training and budget_config.whole > 0:
+            out, logits, rows = self._in_two(input_ids, keep, types, options)
+        else:
+            out = self.budgetformer.encode(input_ids, keep, types, budget=budget, gates=gates, blocks=blocks, **options)
+            logits = self.classifier(out.hidden, keep)
+            if routed and not self.training and budget_config.cascade > 0:
+                sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
+                again = (sure < budget_config.cascade).nonzero()[:, 0]
+            if len(again):
+                out, logits = self._again(again, input_ids, keep, types, out, logits, options)
+        parts = None
+        if labels is not None:
+            among = rows if len(rows) else slice(None)
+            parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed, among)
         output = BudgetFormerOutput(
             loss=None if parts is None else parts.total,
             logits=logits,
             loss_parts=None if parts is None else parts.detached(),
-            **_routing_fields(out),
+            **_routing_fields(out, again),
         )
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def _in_two(self, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
+        """A training step in which a share of the inputs runs whole: the model stays good at its full size.
+
+        Returns the encoding of the inputs that were routed, the logits of all, and the places of the routed ones.
+        """
+        share = self.config.budget_config.whole
+        place = torch.arange(len(input_ids), device=input_ids.device)
+        # Spread evenly over the batch, which is sorted by length.
+        whole = ((place + 1) * share).floor() > (place * share).floor()
+        logits, out = None, None
+        for rows in (whole.nonzero()[:, 0], (~whole).nonzero()[:, 0]):
+            if len(rows) == 0:
+                continue
+            part = (input_ids[rows], keep[rows], None if types is None else types[rows])
+            out = self.budgetformer.encode(*part, **(self._everything(len(rows)) if whole[rows[0]] else {}), **options)
+            found = self.classifier(out.hidden, part[1])
+            logits = found.new_zeros(len(input_ids), found.shape[-1]) if logits is None else logits
+            logits = logits.index_copy(0, rows, found)
+        return out, logits, rows
+
+    def _again(self, rows, input_ids, keep, types, out: EncoderOutput, logits: Tensor, options: dict[str, Any]):
+        """The encoding and the logits with those of `rows` made anew, every unit on."""
+        part = (input_ids[rows], keep[rows], None if types is None else types[rows])
+        second = self.budgetformer.encode(*part, **self._everything(len(rows)), **options)
+        logits = logits.index_copy(0, rows, self.classifier(second.hidden, part[1]))
+
+        def merged(first: Any, later: Any) -> Any:
+            return None if first is None else tuple(a.index_copy(0, rows, b) for a, b in zip(first, later, strict=True))
+
+        hidden = out.hidden.index_copy(0, rows, second.hidden)
+        all_hidden, all_weights = merged(out.all_hidden, second.all_hidden), merged(out.all_weights, second.all_weights)
+        return replace(out, hidden=hidden, all_hidden=all_hidden, all_weights=all_weights), logits
+
+    def _everything(self, batch: int) -> dict[str, Tensor]:
+        """Every unit on, as arguments of `encode`."""
+        blocks = self.config.budget_config.blocks
+        found = {"gates": self._all(batch, self.config.num_heads)}
+        return found | ({"blocks": self._all(batch, blocks)} if blocks > 1 else {})
 
     def _all(self, batch: int, units: int) -> Tensor:
         return torch.ones(batch, self.config.num_layers, units, device=self.device)
 
     def _losses(
-        self, logits: Tensor, labels: Tensor, teacher: Tensor | None, out: EncoderOutput, keep: Tensor, routed: bool
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None,
+        sample_weight: Tensor | None,
+        out: EncoderOutput,
+        keep: Tensor,
+        routed: bool,
+        rows: Tensor | slice,
     ) -> losses.LossParts:
         config, problem = self.config, self._problem(labels)
         weights = None if config.class_weights is None else logits.new_tensor(config.class_weights)
         logits = logits.float()
         smoothing = config.label_smoothing if self.training else 0.0
-        task = losses.task(logits, labels, problem, class_weights=weights, label_smoothing=smoothing)
+        task = losses.task(
+            logits, labels, problem, class_weights=weights, label_smoothing=smoothing, sample_weight=sample_weight
+        )
         if not self.training:
             return losses.LossParts(task=task)
         distilled = None
         if teacher is not None and config.distillation > 0:
-            told = losses.distillation(logits, teacher.float(), problem, config.distillation_temperature)
+            told = losses.distillation(
+                logits, teacher.float(), problem, config.distillation_temperature, sample_weight=sample_weight
+            )
             task, distilled = (1 - config.distillation) * task, config.distillation * told
         budget_config = config.budget_config
         if not routed:
@@ -315,7 +378,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 budget=losses.paper_hinge(out.routings, budget_config),
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
-        heads, neurons = flops.layer(keep.sum(1), config.encoder_config)
+        heads, neurons = flops.layer(keep[rows].sum(1), config.encoder_config)
         kinds = [(out.routings, heads)]
         if out.block_routings:
             kinds.append((out.block_routings, neurons))
@@ -325,8 +388,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         price = self.multiplier + budget_config.stiffness * self.overspent
         budget = losses.lagrange(cost, explore.target, price)
         if budget_config.spread > 0 and teacher is not None:
-            unsure = losses.difficulty(teacher.float(), labels, problem)
-            budget = budget - budget_config.spread * (unsure * (each - each.mean())).mean()
+            hard = losses.difficulty(teacher[rows].float(), labels[rows], problem)
+            budget = budget - budget_config.spread * (hard * (each - each.mean())).mean()
         self._learn_budget(cost.detach(), explore.target, out)
         return losses.LossParts(task=task, distillation=distilled, budget=budget)
 
@@ -349,7 +412,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
     def _problem(self, labels: Tensor) -> str:
         problem = self.config.problem_type
         if problem is None:
-            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            problem = MULTI_LABEL if labels.is_floating_point() else "single_label_classification"
         return problem
 
 
@@ -385,12 +448,18 @@ def _flag(asked: bool | None, default: bool | None) -> bool:
     return bool(default if asked is None else asked)
 
 
-def _routing_fields(out: EncoderOutput) -> dict[str, Any]:
-    gates = torch.stack([routing.chosen for routing in out.routings], dim=1).float()
-    ran = [routing.chosen for routing in out.block_routings]
+def _routing_fields(out: EncoderOutput, again: Tensor | None = None) -> dict[str, Any]:
+    """`again`: places of the inputs for which every unit ran once more."""
+    gates, blocks = (
+        torch.stack([routing.chosen for routing in kind], dim=1).float() if kind else None
+        for kind in (out.routings, out.block_routings)
+    )
+    for ran in (gates, blocks):
+        if ran is not None and again is not None and len(again):
+            ran[again] += 1
     return {
         "gates": gates,
-        "blocks": torch.stack(ran, dim=1).float() if ran else None,
+        "blocks": blocks,
         "wanted": torch.stack([routing.share for routing in out.routings], dim=1).detach(),
         "head_share": gates.mean((1, 2)),
         "hidden_states": out.all_hidden,

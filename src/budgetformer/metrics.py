@@ -118,24 +118,24 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def work(tokens: Tensor, heads: Tensor, config: Any, blocks: Tensor | None = None) -> flops.Work:
-    """Operations of inputs of `tokens` (batch,) tokens when `heads` (batch, layer) heads ran, by a model's config."""
+def work(answers: Predictions, config: Any) -> flops.Work:
+    """Operations of each input, at its own length, by a model's config."""
     return flops.work(
-        tokens,
-        heads,
+        answers.tokens,
+        answers.gates.sum(-1),
         config.encoder_config,
         config.budget_config,
         labels=config.num_labels,
-        blocks=blocks,
+        blocks=None if answers.blocks is None else answers.blocks.mean(-1),
+        again=flops.again(answers.gates),
         dense_head=config.head_hidden is not None,
         routed=config.budget_config.routes,
     )
 
 
 def costs(answers: Predictions, config: Any) -> dict[str, float]:
-    """Heads that ran, and counted FLOPs at each input's own length against the same input with every head on."""
-    blocks = None if answers.blocks is None else answers.blocks.mean(-1)
-    return costs_of(answers, work(answers.tokens, answers.gates.sum(-1), config, blocks), config.budget_config)
+    """Units that ran, and counted FLOPs at each input's own length against the same input with every unit on."""
+    return costs_of(answers, work(answers, config), config.budget_config)
 
 
 def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> dict[str, float]:

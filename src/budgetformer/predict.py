@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from budgetformer import flops
-from budgetformer.engine.budgets import shares
+from budgetformer.engine.budgets import check_margin, shares
 from budgetformer.engine.engine import Answers, Engine
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
 from budgetformer.folder import check_model_folder
@@ -49,11 +49,13 @@ class Answer:
 class Predictor:
     """A loaded engine with how it is to be used. `budget` None: the share that the model learned, for each text.
 
-    Raises UsageError for a budget outside (0, 1].
+    margin: texts whose two best probabilities lie closer are answered again with every unit on; None: as learned, and
+    no text beside a named budget. Raises UsageError for a budget outside (0, 1] or a margin outside [0, 1].
     """
 
     engine: Engine
     budget: float | None = None
+    margin: float | None = None
     label_separator: str = "|"
     top: int | None = None  # how many classes to give the scores of, the most probable first; None: all, in order
 
@@ -61,6 +63,8 @@ class Predictor:
         """Refuse here what would otherwise be an error of every row."""
         if self.budget is not None:
             shares(self.budget, 1)
+        if self.margin is not None:
+            check_margin(self.margin)
 
     @classmethod
     def load(
@@ -68,13 +72,14 @@ class Predictor:
         folder: str | Path,
         *,
         budget: float | None = None,
+        margin: float | None = None,
         label_separator: str = "|",
         top: int | None = None,
         **options: Any,
     ) -> "Predictor":
         """Load a model folder; options (dtype, path, threads, max_length, batch_tokens) and errors as `Engine.load`."""
         engine = Engine.load(folder, **options)
-        return cls(engine=engine, budget=budget, label_separator=label_separator, top=top)
+        return cls(engine=engine, budget=budget, margin=margin, label_separator=label_separator, top=top)
 
     def predict(self, rows: "Rows", *, first_number: int = 1) -> list[Answer]:
         """An answer for each row, in order. Rows are named by their id, or by their number where there are no ids."""
@@ -118,7 +123,7 @@ class Predictor:
     def _answer(self, batch: list[Tokens]) -> list[dict[str, Any]]:
         """The fields of each answer; when a batch fails its rows are tried one by one."""
         try:
-            answers = self.engine.answer(batch, budget=self.budget)
+            answers = self.engine.answer(batch, budget=self.budget, margin=self.margin)
         except (BudgetFormerError, RuntimeError, IndexError, MemoryError) as error:
             if len(batch) == 1:
                 # Ours says what is wrong with the row; what other libraries say may quote it.
@@ -169,7 +174,7 @@ class Predictor:
         (tokens,) = self._tokenise([text], None if pair is None else [pair])
         if isinstance(tokens, str):
             raise UsageError(f"text: {tokens}")
-        answers = self.engine.answer([tokens], budget=self.budget)
+        answers = self.engine.answer([tokens], budget=self.budget, margin=self.margin)
         gates = answers.output.gates
         done = counted(self.engine, np.array([len(tokens)]), gates, answers.output.blocks)
         named = self.budget if self.budget is not None else self.engine.budget
@@ -198,6 +203,7 @@ def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray, blocks: np.nd
         weights.budget,
         labels=len(weights.labels),
         blocks=None if blocks is None else blocks.mean(-1),
+        again=flops.again(gates),
         dense_head=weights.head_hidden is not None,
         routed=weights.budget.routes,
     )

@@ -116,6 +116,19 @@ def shares_of(
     return torch.sigmoid(z + (low + high) / 2)
 
 
+def margins(logits: Float[Tensor, "batch labels"], *, multi_label: bool) -> Float[Tensor, " batch"]:
+    """How sure an answer is, in [0, 1]: the difference of the two best probabilities.
+
+    Where every label is decided by itself, it is that of the least sure label. A single class is always sure.
+    """
+    if multi_label:
+        return (2 * torch.sigmoid(logits.float()) - 1).abs().amin(-1)
+    if logits.shape[-1] < 2:
+        return torch.ones(len(logits), device=logits.device)
+    best = torch.softmax(logits.float(), dim=-1).topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1]
+
+
 def forced(gates: Float[Tensor, "batch units"]) -> Routing:
     """The routing a caller names unit by unit, instead of a router's: 0 is off, anything else multiplies the unit."""
     zeros = torch.zeros_like(gates)

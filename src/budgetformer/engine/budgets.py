@@ -22,6 +22,24 @@ def shares(budget: float | Sequence[float] | np.ndarray, batch: int) -> np.ndarr
     return np.broadcast_to(given, (batch,))
 
 
+def check_margin(margin: float) -> float:
+    """The margin. Raises UsageError outside [0, 1]."""
+    if not 0 <= margin <= 1:
+        raise UsageError(f"margin={margin}: is a difference of two probabilities, so it must lie in [0, 1]")
+    return margin
+
+
+def margins(probabilities: np.ndarray, multi_label: bool) -> np.ndarray:
+    """How sure each answer is, in [0, 1]: float64 (text,), the twin of `router.margins`."""
+    probabilities = np.asarray(probabilities, np.float64)
+    if multi_label:
+        return np.abs(2 * probabilities - 1).min(1)
+    if probabilities.shape[1] < 2:
+        return np.ones(len(probabilities))
+    best = np.partition(probabilities, -2, axis=1)[:, -2:]
+    return best[:, 1] - best[:, 0]
+
+
 def split(budget: np.ndarray, learned: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Each kind's share of a named budget, float64 (batch, kind): the twin of `router.shares_of`.
 

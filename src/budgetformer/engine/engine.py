@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from budgetformer import flops
-from budgetformer.config import BATCH_TOKENS, DTYPES, PATHS
+from budgetformer.config import BATCH_TOKENS, DTYPES, MULTI_LABEL, PATHS
 from budgetformer.engine import native
-from budgetformer.engine.budgets import allocate, shares, split
+from budgetformer.engine.budgets import allocate, check_margin, margins, shares, split
 from budgetformer.engine.packed import Output, Packed, Path
 from budgetformer.engine.saved import Saved, read_saved
 from budgetformer.engine.tokenizer import FolderTokenizer
@@ -28,7 +28,6 @@ from budgetformer.errors import UsageError
 from budgetformer.tokens import Tokens, longest_input, tokenise
 
 WINDOW = 2048  # texts of a stream that are tokenised together
-MULTI_LABEL = "multi_label_classification"
 
 Budget = float | Sequence[float] | np.ndarray | None
 
@@ -56,15 +55,16 @@ class Answers:
 
     @property
     def head_share(self) -> np.ndarray:
-        """The share of all heads that ran for each text: float64 (text,)."""
+        """The share of all heads that ran for each text: float64 (text,); above 1 where it was answered twice."""
         return self.output.gates.mean((1, 2))
 
 
 @dataclass(eq=False)
 class Engine:
-    """A loaded model. `budget` is used where a call names none; None there is what the model learned, text by text.
+    """A loaded model. `budget` and `margin` are used where a call names none; None is what the model learned.
 
-    note: which path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed
+    A learned budget differs from text to text. A text whose two best probabilities lie closer than the margin is
+    answered again with every unit on; a budget that is named has no margin unless one is named beside it. note: which path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed
     together; peak memory follows it, not the number of texts.
     """
 
@@ -75,6 +75,7 @@ class Engine:
     note: str
     batch_tokens: int = BATCH_TOKENS
     budget: Budget = None
+    margin: float | None = None
     saved: Saved = field(default_factory=Saved)
     folder: FilePath | None = None
 
@@ -89,6 +90,7 @@ class Engine:
         max_length: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         budget: Budget = None,
+        margin: float | None = None,
     ) -> "Engine":
         """Load a model folder.
 
@@ -111,7 +113,7 @@ class Engine:
         tokenizer = FolderTokenizer.load(folder)
         chosen, note = choose(weights, saved.dtype or "fp32" if dtype == "auto" else dtype, path, threads)
         longest = longest_input(weights.encoder, tokenizer, max_length)
-        return cls(weights, chosen, tokenizer, longest, note, batch_tokens, budget, saved, FilePath(folder))
+        return cls(weights, chosen, tokenizer, longest, note, batch_tokens, budget, margin, saved, FilePath(folder))
 
     @property
     def labels(self) -> list[str]:
@@ -125,27 +127,36 @@ class Engine:
 
     # ------------------------------------------------------------------ from text
 
-    def predict(self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, budget: Budget = None) -> Answers:
+    def predict(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        *,
+        budget: Budget = None,
+        margin: float | None = None,
+    ) -> Answers:
         """Classify texts, or pairs of texts; for input without an end there is `stream`.
 
-        budget: a share of the heads in (0, 1], or one for each text; None is the engine's own.
+        budget: a share of the units in (0, 1], or one for each text; margin: in [0, 1]; None is the engine's own.
 
         Raises:
-            UsageError: a budget outside (0, 1], a text without a token, or not as many pairs as texts.
+            UsageError: a budget outside (0, 1] or a margin outside [0, 1], a text without a token, or not as many pairs as texts.
             TypeError: a text is no string, or no valid Unicode.
         """
         tokens = tokenise(self.tokenizer, texts, pairs, max_length=self.max_length)
-        return self.answer(tokens, budget=budget)
+        return self.answer(tokens, budget=budget, margin=margin)
 
-    def stream(self, texts: Iterable[str], *, budget: float | None = None) -> Iterator[Answers]:
+    def stream(
+        self, texts: Iterable[str], *, budget: float | None = None, margin: float | None = None
+    ) -> Iterator[Answers]:
         """Classify texts as they come, a window at a time and in order; memory does not grow with their number."""
         source = iter(texts)
         while window := list(islice(source, WINDOW)):
-            yield self.predict(window, budget=budget)
+            yield self.predict(window, budget=budget, margin=margin)
 
-    def answer(self, tokens: Sequence[Tokens], *, budget: Budget = None) -> Answers:
+    def answer(self, tokens: Sequence[Tokens], *, budget: Budget = None, margin: float | None = None) -> Answers:
         """Classify tokenised texts. Raises as `predict` does."""
-        output = self.forward(tokens, budget=budget)
+        output = self.forward(tokens, budget=budget, margin=margin)
         return Answers(
             self.labels,
             probabilities(output.logits, self.multi_label),
@@ -155,14 +166,32 @@ class Engine:
 
     # ------------------------------------------------------------------ from tokens
 
-    def forward(self, tokens: Sequence[Tokens], *, budget: Budget = None, progress: Any = None) -> Output:
+    def forward(
+        self, tokens: Sequence[Tokens], *, budget: Budget = None, margin: float | None = None, progress: Any = None
+    ) -> Output:
         """The output for tokenised texts, in their order, computed in batches of at most `batch_tokens` tokens.
 
-        Without padding nothing is gained from texts of like length, so batches keep the order. progress: called with
-        the number of texts done, after each batch.
+        Without padding nothing is gained from texts of like length, so batches keep the order. Unsure texts are
+        collected from all batches and answered again together. progress: called with the number of texts done.
         """
-        named = self.budget if budget is None else budget
+        named, closer = self._policy(budget, margin)
         share = None if named is None else shares(named, len(tokens))
+        output = self._in_batches(tokens, share, progress)
+        if closer > 0:
+            sure = margins(probabilities(output.logits, self.multi_label), self.multi_label)
+            again = np.flatnonzero((sure < closer) & (share is None or share < 1))
+            output.answered_again(again, self._in_batches([tokens[i] for i in again], np.ones(len(again)), None))
+        return output
+
+    def _policy(self, budget: Budget, margin: float | None) -> tuple[Budget, float]:
+        """The budget of first answers (None: as learned), and the margin under which there is a second."""
+        if budget is None:
+            budget, margin = self.budget, self.margin if margin is None else margin
+        if margin is None:
+            margin = self.weights.budget.cascade if budget is None and self.weights.budget.routes else 0.0
+        return budget, check_margin(margin)
+
+    def _in_batches(self, tokens: Sequence[Tokens], share: np.ndarray | None, progress: Any) -> Output:
         outputs = []
         for first, last in self.batches(tokens):
             part = None if share is None else share[first:last]
@@ -172,8 +201,13 @@ class Engine:
         e = self.weights.encoder
         if not outputs:
             layers, heads = e.num_layers, e.num_heads
-            nothing = np.zeros((0, len(self.labels)), np.float32)
-            return Output(nothing, np.zeros((0, layers, heads), np.uint8), np.zeros((0, layers), np.float32))
+            nothing, units = np.zeros((0, len(self.labels)), np.float32), self.weights.budget.blocks
+            return Output(
+                nothing,
+                np.zeros((0, layers, heads), np.uint8),
+                np.zeros((0, layers), np.float32),
+                blocks=np.zeros((0, layers, units), np.uint8) if units > 1 else None,
+            )
         blocks = [output.blocks for output in outputs if output.blocks is not None]
         return Output(
             np.concatenate([output.logits for output in outputs]),

@@ -57,9 +57,10 @@ class Packed:
 class Output:
     """What a path answers for a batch.
 
-    logits: float32 (batch, labels). gates: uint8 (batch, layer, head), 1 where a head ran. wanted: float32 (batch,
+    logits: float32 (batch, labels). gates: uint8 (batch, layer, head), how often a head ran: 0 or 1, and once more for
+    an input that was answered again. wanted: float32 (batch,
     layer), the share of heads that each layer's controller asked for; that of the heads that ran where no router was
-    asked. blocks: uint8 (batch, layer, block), 1 where a feed-forward block ran; None where they are not chosen.
+    asked. blocks: uint8 (batch, layer, block), the same of feed-forward blocks; None where they are not chosen.
     hidden: float32 (tokens, width), the last hidden states in the order of `Packed.ids`; None unless asked for.
     """
 
@@ -68,6 +69,13 @@ class Output:
     wanted: np.ndarray
     hidden: np.ndarray | None = None
     blocks: np.ndarray | None = None
+
+    def answered_again(self, rows: np.ndarray, second: "Output") -> None:
+        """Take the second answers of `rows`, in place, and count what ran for them."""
+        self.logits[rows] = second.logits
+        self.gates[rows] += second.gates
+        if self.blocks is not None and second.blocks is not None:
+            self.blocks[rows] += second.blocks
 
 
 class Path(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from budgetformer import metrics
-from budgetformer.config import BudgetConfig
+from budgetformer.config import MULTI_LABEL, BudgetConfig
 from budgetformer.data import write_ledger
 from budgetformer.environment import environment
 from budgetformer.errors import BudgetFormerError, UsageError
@@ -24,7 +24,7 @@ from budgetformer.outputs import clear_output_folder, write_aside
 from budgetformer.settings import TrainSettings, save
 from budgetformer.text import Encoded
 from budgetformer.training import sources
-from budgetformer.training.fit import FitOptions, fit, silent
+from budgetformer.training.fit import FitOptions, FitResult, fit, silent
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import start_from, unit_importance
 from budgetformer.training.settling import settle
@@ -33,7 +33,6 @@ from budgetformer.training.trainer import without_bar
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
-MULTI_LABEL = "multi_label_classification"
 INPUTS = ("data", "train_file", "validation_file", "test_file", "model", "dense", "class_weights")
 
 
@@ -53,12 +52,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     _keep_inputs(settings)
     splits = sources.load_splits(settings, echo)
     Carbon(settings.carbon, settings.country)  # refused now, not after training, when its package is missing
-    budget = BudgetConfig(
-        target=settings.target_budget,
-        estimator=settings.estimator,
-        scope=settings.scope,
-        ffn_blocks=settings.ffn_blocks,
-    )
+    budget = budget_of(settings)
     model, tokenizer = sources.load_encoder(settings, splits, budget=BudgetConfig())
     budget.check_blocks(model.config.intermediate_size)
     tokenizer.model_max_length = settings.max_length  # use cuts texts where training did
@@ -91,20 +85,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 
     dense = _dense_twin(settings, model, tokenizer, train_rows, validation, folder, echo)
-    if budget.blocks > 1:  # the twin's function stays: a sum has no order
-        group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
-    told = train_rows
-    if settings.distillation > 0:
-        with torch.no_grad():
-            told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
-    budgeted = budgeted_from(dense, budget, settings)
-    if budget.prior > 0:
-        heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
-        start_from(budgeted, heads, budget.prior, blocks if budget.blocks > 1 else None)
-    options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs)
-    fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
-    if budget.loss == "lagrange":
-        settle(budgeted, train_rows)
+    budgeted, fitted = fit_budgeted(dense, budget, train_rows, validation, settings, folder, echo)
     if is_main():
         save_model(budgeted, tokenizer, folder)
     wait_for_all()
@@ -137,6 +118,16 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         save(settings, folder / "settings.yaml")
     wait_for_all()
     return result
+
+
+def budget_of(settings: TrainSettings) -> BudgetConfig:
+    """The budget that the settings ask for."""
+    return BudgetConfig(
+        target=settings.target_budget,
+        estimator=settings.estimator,
+        scope=settings.scope,
+        ffn_blocks=settings.ffn_blocks,
+    )
 
 
 def measure(models: dict[str, Any], test: Encoded, carbon: "Carbon") -> dict[str, Any]:
@@ -176,6 +167,52 @@ def budgeted_from(
     return model
 
 
+def fit_dense(
+    model: BudgetFormerForSequenceClassification,
+    train_rows: Encoded,
+    validation: Encoded | None,
+    settings: TrainSettings,
+    folder: Path,
+    echo: Callable[[str], None],
+    *,
+    keep_checkpoints: bool = True,
+) -> None:
+    """The twin's training, in place: every head on, routers asleep. folder: of the run, for its checkpoints."""
+    _freeze(model, settings, routers=True)
+    epochs = settings.dense_epochs or settings.epochs
+    options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints)
+    fit(model, train_rows, validation, options, label="dense twin", echo=echo)
+
+
+def fit_budgeted(
+    dense: BudgetFormerForSequenceClassification,
+    budget: BudgetConfig,
+    train_rows: Encoded,
+    validation: Encoded | None,
+    settings: TrainSettings,
+    folder: Path,
+    echo: Callable[[str], None],
+    *,
+    keep_checkpoints: bool = True,
+) -> tuple[BudgetFormerForSequenceClassification, FitResult]:
+    """The budgeted model, from its trained twin to the budget met in use. The twin's neurons are sorted in place."""
+    if budget.blocks > 1:  # the twin's function stays: a sum has no order
+        group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
+    told = train_rows
+    if settings.distillation > 0:
+        with torch.no_grad():
+            told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
+    budgeted = budgeted_from(dense, budget, settings)
+    if budget.prior > 0:
+        heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
+        start_from(budgeted, heads, budget.prior, blocks if budget.blocks > 1 else None)
+    options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs, keep_checkpoints)
+    fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
+    if budget.loss == "lagrange":
+        settle(budgeted, train_rows)
+    return budgeted, fitted
+
+
 def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, folder: Path, echo) -> Any:
     """Given, kept from the run that is resumed, or trained now."""
     done = folder / "dense"
@@ -202,9 +239,7 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
         if settings.dense is None:
             return twin
     else:
-        _freeze(model, settings, routers=True)
-        options = _options(settings, folder / "checkpoints" / "dense", settings.dense_epochs or settings.epochs)
-        fit(model, train_rows, validation, options, label="dense twin", echo=echo)
+        fit_dense(model, train_rows, validation, settings, folder, echo)
         twin = model
     if is_main():
         save_model(twin, tokenizer, done)
@@ -222,7 +257,7 @@ def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -
         parameter.requires_grad_(not frozen)
 
 
-def _options(settings: TrainSettings, folder: Path, epochs: int) -> FitOptions:
+def _options(settings: TrainSettings, folder: Path, epochs: int, keep_checkpoints: bool) -> FitOptions:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     resume = settings.resume
     if resume not in (None, "auto") and Path(resume).parent.name != folder.name:
@@ -241,6 +276,7 @@ def _options(settings: TrainSettings, folder: Path, epochs: int) -> FitOptions:
         bf16=bf16_pays(device) if settings.bf16 == "auto" else settings.bf16 == "on",
         num_workers=settings.num_workers,
         resume=resume,
+        keep_checkpoints=keep_checkpoints,
         quiet=settings.quiet,
         device=device,
     )

@@ -5,8 +5,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from budgetformer.metrics import costs, predict
-from budgetformer.router import Router
+from budgetformer.config import MULTI_LABEL
+from budgetformer.metrics import costs, predict, work
+from budgetformer.router import Router, margins
 from budgetformer.text import Encoded
 
 CLOSE = 0.002  # share of the units' FLOPs
@@ -20,7 +21,7 @@ def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8)
     One number is fitted, on training texts, without labels: which inputs and layers get more than others stays as
     learned. A target that no shift within (-1, 1) in logits reaches is approached from the better side.
     """
-    target = model.config.budget_config.target
+    target = model.config.budget_config.first_target
     texts = Encoded(encoded.items[:: max(1, len(encoded) // sample)][:sample])
     routers = [module for module in model.modules() if isinstance(module, Router)]
     biases = [cast(Tensor, router.controller[2].bias) for router in routers]
@@ -41,3 +42,26 @@ def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8)
     best = min(found, key=lambda shift: (abs(found[shift]), abs(shift)))
     missed(best)
     return best
+
+
+@torch.no_grad()
+def settle_cascade(model: Any, encoded: Encoded) -> float:
+    """Find the margin below which an input is answered again, so that both answers together meet the target.
+
+    encoded: texts that training has not seen, since on those it has seen a model is too sure; no labels are needed.
+    Sets `BudgetConfig.cascade` in the model's config and returns it.
+    """
+    config = model.config
+    budget = config.budget_config
+    config.budget = {**config.budget, "cascade": 0.0}
+    answers = predict(model.eval(), encoded)
+    ran, every = work(answers, config).units(budget)
+    left = float(budget.target * every.sum() - ran.sum())
+    sure = margins(answers.logits, multi_label=config.problem_type == MULTI_LABEL)
+    order = sure.argsort()
+    affordable = int((every[order].cumsum(0) <= left).sum())
+    # Half way between the last input that can be paid for and the first that cannot.
+    bounds = torch.cat([sure.new_zeros(1), sure[order], sure.new_ones(1)])
+    margin = float(bounds[affordable : affordable + 2].mean()) if affordable else 0.0
+    config.budget = {**config.budget, "cascade": margin}
+    return margin
