@@ -20,15 +20,17 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
+from scipy.stats import spearmanr
 
 from budgetformer import flops
 from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
 from budgetformer.hf import BudgetFormerForSequenceClassification
-from budgetformer.metrics import evaluate, predict
-from budgetformer.router import allocate
+from budgetformer.metrics import evaluate, predict, work
+from budgetformer.router import allocate, margins
 from budgetformer.settings import locate_model
 from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
@@ -38,13 +40,28 @@ from budgetformer.training.settling import settle, settle_cascade
 
 
 class FixedUnits(BudgetFormerForSequenceClassification):
-    """The same heads, and the same blocks, for every input: static pruning."""
+    """The same heads, and the same blocks, for every input: static pruning. With second answers, where asked for."""
 
-    def forward(self, input_ids, **kwargs):
-        kwargs["gates"] = self.fixed.to(input_ids.device).expand(len(input_ids), -1, -1)
-        if self.fixed_blocks is not None:
-            kwargs["blocks"] = self.fixed_blocks.to(input_ids.device).expand(len(input_ids), -1, -1)
-        return super().forward(input_ids, **{k: v for k, v in kwargs.items() if k != "budget"})
+    def forward(self, input_ids, budget=None, **kwargs):
+        config, place = self.config.budget_config, torch.arange(len(input_ids))
+        kinds = {"gates": self.fixed, "blocks": self.fixed_blocks}
+        fixed = {k: v.repeat(len(input_ids), 1, 1) for k, v in kinds.items() if v is not None}
+        if budget == 1.0:
+            fixed = {kind: torch.ones_like(gates) for kind, gates in fixed.items()}
+        if self.training:
+            whole = ((place + 1) * config.whole).floor() > (place * config.whole).floor()
+            fixed = {kind: gates.index_fill(0, whole.nonzero()[:, 0], 1.0) for kind, gates in fixed.items()}
+        out = super().forward(input_ids, **fixed, **kwargs)
+        if self.training or config.cascade == 0 or budget is not None:
+            return out
+        again = (margins(out.logits, multi_label=False) < config.cascade).nonzero()[:, 0]
+        if len(again):
+            part = {k: v[again] for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
+            every = {kind: torch.ones_like(gates[again]) for kind, gates in fixed.items()}
+            out.logits[again] = super().forward(input_ids[again], **every, **part).logits
+            for kind in fixed:
+                out[kind][again] += 1
+        return out
 
 
 class RandomHeads(BudgetFormerForSequenceClassification):
@@ -104,6 +121,17 @@ def brief(scored):
     return {key: scored[key] for key in ("accuracy", "units_flops_share", "units_flops_share_std", "head_share")}
 
 
+def difficulty(model, test, hard):
+    """Do inputs that the dense twin finds hard, by its loss, get more? Rank correlation, and shares by tenths of it."""
+    ran, every = work(predict(model.eval(), test), model.config).units(model.config.budget_config)
+    share = (ran / every).numpy()
+    tenths = np.array_split(share[np.argsort(hard.numpy(), kind="stable")], 10)
+    return {
+        "loss_rank_correlation": float(spearmanr(share, hard.numpy()).statistic),
+        "share_by_tenth_of_loss": [round(float(part.mean()), 4) for part in tenths],
+    }
+
+
 def freeze_routers(model):
     for name, parameter in model.named_parameters():
         if ".router." in name:
@@ -123,11 +151,16 @@ def main():
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--distillation", type=float, default=0.5)
+    parser.add_argument("--state-distillation", type=float, default=0.0)
     parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
     parser.add_argument("--students", default="", help="layers of the smaller dense models to compare with: 3,2")
+    parser.add_argument("--static-twice", default="", help="targets of static pruning with second answers")
+    parser.add_argument("--first", type=float, default=0.6, help="share of the target its first answers spend")
+    parser.add_argument("--whole", type=float, default=0.2, help="share of the inputs it trains whole")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
+    parser.add_argument("--keep", help="folder to keep every model in, to be timed (benchmarks/frontier.py)")
     parser.add_argument("--grouping", default="coactivation", help="of neurons into blocks, where blocks have a budget")
     parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
     args = parser.parse_args()
@@ -141,6 +174,7 @@ def main():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(encoder)
+    tokenizer.model_max_length = args.max_length
 
     def split(which, *, rest=False):
         """At most `--limit` rows of a split, or those that are then left."""
@@ -159,7 +193,7 @@ def main():
     held = split("validation") if any(row["split"] == "validation" for row in table) else split("train", rest=True)
     result = {
         "data": Path(args.data).stem,
-        "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense")},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense", "keep")},
         "rows": [len(train), len(test)],
         "models": {},
     }
@@ -179,6 +213,16 @@ def main():
             quiet=True,
         )
 
+    def keep(name, model):
+        if args.keep:
+            folder = Path(args.keep) / name
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            units = {"gates": getattr(model, "fixed", None), "blocks": getattr(model, "fixed_blocks", None)}
+            fixed = {kind: table.int().tolist() for kind, table in units.items() if table is not None}
+            if fixed:  # static pruning: what always runs
+                (folder / "fixed.json").write_text(json.dumps(fixed))
+
     def run(name, model, data, epochs=args.epochs):
         if name in result["models"]:
             return model
@@ -188,16 +232,19 @@ def main():
         seconds = time.time() - start
         if name.startswith("budgeted"):
             settle(model, data)
-            if model.config.budget_config.first < 1:
-                result["models"][f"{name}:first"] = brief(evaluate(model, test, details=False))
-                result["models"][f"{name}:whole"] = brief(evaluate(model, test, budget=1.0, details=False))
-                settle_cascade(model, held)
+        if model.config.budget_config.first < 1:
+            result["models"][f"{name}:first"] = brief(evaluate(model, test, details=False))
+            result["models"][f"{name}:whole"] = brief(evaluate(model, test, budget=1.0, details=False))
+            settle_cascade(model, held)
         scored = evaluate(model, test, details=name.startswith("budgeted"))
         scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
+        if name.startswith("budgeted"):
+            scored |= difficulty(model, test, hard)
         scored["cascade"] = model.config.budget_config.cascade
         scored["fit_seconds"] = round(seconds, 1)
         result["models"][name] = scored
         output.write_text(json.dumps(result, indent=1))
+        keep(name, model)
         print(
             f"{result['data']} seed {args.seed} {name}: accuracy {scored['accuracy']:.4f} head share "
             f"{scored['head_share']:.3f} ± {scored['head_share_std']:.3f} units "
@@ -217,9 +264,14 @@ def main():
         run("dense", dense, train)
         if args.dense:
             dense.save_pretrained(args.dense)
-    told = train.with_column("teacher_logits", predict(dense.eval(), train).logits)
-    distil = {"distillation": args.distillation}
-    static_at, random_at = ([float(t) for t in given.split(",") if t] for given in (args.static, args.random))
+    taught, answered = predict(dense.eval(), train), predict(dense, test)
+    hard = torch.nn.functional.cross_entropy(
+        answered.logits, torch.tensor([item["labels"] for item in test.items]), reduction="none"
+    )
+    told = train.with_column("teacher_logits", taught.logits).with_column("teacher_states", taught.pooled)
+    distil = {"distillation": args.distillation, "state_distillation": args.state_distillation}
+    asked = (args.static, args.random, args.static_twice)
+    static_at, random_at, twice_at = ([float(t) for t in given.split(",") if t] for given in asked)
     if args.control:
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
@@ -251,6 +303,13 @@ def main():
             if blocks > 1:
                 static.config.budget = vars(BudgetConfig(scope="heads+blocks", ffn_blocks=blocks))  # for its costs
             run(f"static@{target}", static, told)
+        if target in twice_at:
+            fixed = variant(dense, FixedUnits, **distil)
+            freeze_routers(fixed)
+            fixed.fixed, fixed.fixed_blocks = kept(ranked, ranked_blocks, target * args.first, block_cost)
+            asked_again = {"target": target, "first": args.first, "whole": args.whole}
+            fixed.config.budget = vars(BudgetConfig(scope="heads+blocks", ffn_blocks=blocks, **asked_again))
+            run(f"static-twice@{target}", fixed, told)
         if target in random_at:
             drawn = variant(dense, RandomHeads, **distil)
             freeze_routers(drawn)

@@ -10,6 +10,11 @@ from collections import defaultdict
 from pathlib import Path
 
 
+def _means(models, keys):
+    """Of what all of them have."""
+    return {k: round(statistics.mean(m[k] for m in models), 3) for k in keys if all(k in m for m in models)}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -19,7 +24,10 @@ def main():
         run = json.loads(path.read_text())
         runs[run["data"]].append(run)
     names = list(dict.fromkeys(name for group in runs.values() for run in group for name in run["models"]))
-    order = ["dense", "control"]
+    # What the budget is of: with blocks of the feed-forward layers the units' FLOPs, with heads alone attention's.
+    blocks = any("block_share" in model for group in runs.values() for run in group for model in run["models"].values())
+    cost = "units_flops_share" if blocks else "attention_flops_share"
+    order = ["dense", "control", "student3", "student2"]
     order += [f"{kind}@{t}" for t in (0.5, 0.25, 0.1) for kind in ("budgeted", "static", "random")]
     names = [name for name in order if name in names]
     table, differences, misses = {}, defaultdict(list), []
@@ -35,15 +43,17 @@ def main():
                 "deviation": round(statistics.stdev(accuracies), 2) if len(found) > 1 else None,
                 "loss": round(statistics.mean(model["loss"] for model in found), 4),
                 "head_share": round(statistics.mean(model["head_share"] for model in found), 3),
-                "attention_flops_share": round(statistics.mean(m["attention_flops_share"] for m in found), 3),
+                cost: round(statistics.mean(m[cost] for m in found), 3),
                 "head_share_std": round(statistics.mean(model["head_share_std"] for model in found), 3),
+                **_means(found, ("units_flops_share_std", "loss_rank_correlation", "cascade", "fit_seconds")),
                 "seeds": len(found),
             }
             kind, _, target = name.partition("@")
             if kind == "budgeted":
-                misses += [(m["attention_flops_share"] - float(target), data, target) for m in found]
+                misses += [(m[cost] - float(target), data, target) for m in found]
             # Paired: only runs that have both models, so every difference shares its data, seed and teacher.
-            for rival in ("control", f"static@{target}", f"random@{target}") if kind == "budgeted" else ():
+            rivals = ("control", f"static@{target}", f"random@{target}", "student3", "student2")
+            for rival in rivals if kind == "budgeted" else ():
                 pairs = [(r["models"][name], r["models"][rival]) for r in group if {name, rival} <= set(r["models"])]
                 if pairs:
                     differences[f"{name} - {rival.partition('@')[0]}"].append(
@@ -68,7 +78,7 @@ def main():
                 cells.append("")
                 continue
             spread = f" ± {model['deviation']:.1f}" if model["deviation"] is not None else ""
-            share = f" (.{round(1000 * model['attention_flops_share']):03d})" if "@" in name else ""
+            share = f" (.{round(1000 * model[cost]):03d})" if "@" in name else ""
             cells.append(f"{model['accuracy']:.1f}{spread}{share}")
         print(f"| {data} ({row['train_rows']:,} / {row['test_rows']:,}, {row['seeds']}) | " + " | ".join(cells) + " |")
     print()

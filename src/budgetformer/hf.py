@@ -31,7 +31,7 @@ class BudgetFormerConfig(PreTrainedConfig):
     model_type = "budgetformer"
     __no_type_check__ = True  # a run-time checker knows the fields, but not the words that the base class takes
     keys_to_ignore_at_inference = [  # noqa: RUF012
-        *("gates", "blocks", "wanted", "head_share", "loss_parts", "hidden_states", "attentions")
+        *("pooled", "gates", "blocks", "wanted", "head_share", "loss_parts", "hidden_states", "attentions")
     ]
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "num_layers",
@@ -58,6 +58,8 @@ class BudgetFormerConfig(PreTrainedConfig):
     norm_eps: float = 1e-12
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    kept_heads: list | None = None  # of each layer, where others were cut for good
+    kept_blocks: list | None = None
     initializer_range: float = 0.02
     budget: dict | None = None
     # classifier
@@ -69,6 +71,7 @@ class BudgetFormerConfig(PreTrainedConfig):
     label_smoothing: float = 0.0
     distillation: float = 0.0  # weight of the teacher's answer; the labels get the rest
     distillation_temperature: float = 2.0
+    state_distillation: float = 0.0  # weight of the distance from the teacher's pooled states
 
     def __post_init__(self, **kwargs: Any):
         for key, value in kwargs.items():
@@ -102,7 +105,7 @@ def refuse_implementation(key: str, value: Any) -> None:
 class BudgetFormerOutput(ModelOutput):
     """Output of both models.
 
-    loss: total. logits (batch, labels). gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
+    loss: total. logits (batch, labels). pooled (batch, width): what the classifier saw. gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
     input that was answered again (`BudgetConfig.cascade`). blocks (batch, layer, block): the same of feed-forward
     blocks; None where they have no budget. wanted (batch, layer): the share of heads that each budget controller asked
     for. head_share (batch,): the share that ran. loss_parts: the loss by name. While training with
@@ -111,6 +114,7 @@ class BudgetFormerOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    pooled: Tensor | None = None
     last_hidden_state: Tensor | None = None
     gates: Tensor | None = None
     blocks: Tensor | None = None
@@ -246,6 +250,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         teacher_logits: Tensor | None = None,
+        teacher_states: Tensor | None = None,
         sample_weight: Tensor | None = None,
         *,
         budget: float | Tensor | None = None,
@@ -258,7 +263,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """Classify a batch.
 
         labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
-        twin's answer, to be distilled. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
+        twin's answer, to be distilled; teacher_states (batch, width): its pooled last states. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
         `Encoder.forward`.
         """
         keep = keep_of(input_ids, attention_mask)
@@ -277,59 +282,62 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         types = token_type_ids
         rows = again = torch.zeros(0, dtype=torch.long, device=input_ids.device)
         if routed and self.training and budget_config.whole > 0:
-            out, logits, rows = self._in_two(input_ids, keep, types, options)
+            out, rows = self._in_two(input_ids, keep, types, options)
         else:
             out = self.budgetformer.encode(input_ids, keep, types, budget=budget, gates=gates, blocks=blocks, **options)
+        logits = self.classifier(out.hidden, keep)
+        if routed and not self.training and budget_config.cascade > 0:
+            sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
+            again = (sure < budget_config.cascade).nonzero()[:, 0]
+        if len(again):
+            out = self._again(again, input_ids, keep, types, out, options)
             logits = self.classifier(out.hidden, keep)
-            if routed and not self.training and budget_config.cascade > 0:
-                sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
-                again = (sure < budget_config.cascade).nonzero()[:, 0]
-            if len(again):
-                out, logits = self._again(again, input_ids, keep, types, out, logits, options)
         parts = None
         if labels is not None:
             among = rows if len(rows) else slice(None)
-            parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed, among)
+            teacher = (teacher_logits, teacher_states)
+            parts = self._losses(logits, labels, teacher, sample_weight, out, keep, routed, among)
         output = BudgetFormerOutput(
             loss=None if parts is None else parts.total,
             logits=logits,
+            pooled=self.classifier.pool(out.hidden, keep),
             loss_parts=None if parts is None else parts.detached(),
             **_routing_fields(out, again),
         )
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _in_two(self, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
-        """A training step in which a share of the inputs runs whole: the model stays good at its full size.
+        """A training step in which a share of the inputs runs whole, so that the model stays good at its full size.
 
-        Returns the encoding of the inputs that were routed, the logits of all, and the places of the routed ones.
+        Returns the encoding (the routings are those of the routed inputs) and the places of the routed inputs.
         """
-        share = self.config.budget_config.whole
-        place = torch.arange(len(input_ids), device=input_ids.device)
+        share, place = self.config.budget_config.whole, torch.arange(len(input_ids), device=input_ids.device)
         # Spread evenly over the batch, which is sorted by length.
         whole = ((place + 1) * share).floor() > (place * share).floor()
-        logits, out = None, None
-        for rows in (whole.nonzero()[:, 0], (~whole).nonzero()[:, 0]):
-            if len(rows) == 0:
-                continue
-            part = (input_ids[rows], keep[rows], None if types is None else types[rows])
-            out = self.budgetformer.encode(*part, **(self._everything(len(rows)) if whole[rows[0]] else {}), **options)
-            found = self.classifier(out.hidden, part[1])
-            logits = found.new_zeros(len(input_ids), found.shape[-1]) if logits is None else logits
-            logits = logits.index_copy(0, rows, found)
-        return out, logits, rows
+        rows, others = (~whole).nonzero()[:, 0], whole.nonzero()[:, 0]
+        out = self._part(rows, input_ids, keep, types, options)
+        hidden = out.hidden.new_zeros(*input_ids.shape, out.hidden.shape[-1]).index_copy(0, rows, out.hidden)
+        if len(others):
+            every = self._part(others, input_ids, keep, types, options | self._everything(len(others)))
+            hidden = hidden.index_copy(0, others, every.hidden)
+        return replace(out, hidden=hidden), rows
 
-    def _again(self, rows, input_ids, keep, types, out: EncoderOutput, logits: Tensor, options: dict[str, Any]):
-        """The encoding and the logits with those of `rows` made anew, every unit on."""
-        part = (input_ids[rows], keep[rows], None if types is None else types[rows])
-        second = self.budgetformer.encode(*part, **self._everything(len(rows)), **options)
-        logits = logits.index_copy(0, rows, self.classifier(second.hidden, part[1]))
+    def _again(self, rows, input_ids, keep, types, out: EncoderOutput, options: dict[str, Any]) -> EncoderOutput:
+        """The encoding, that of `rows` made anew with every unit on; the routings stay those of the first time."""
+        second = self._part(rows, input_ids, keep, types, options | self._everything(len(rows)))
 
         def merged(first: Any, later: Any) -> Any:
             return None if first is None else tuple(a.index_copy(0, rows, b) for a, b in zip(first, later, strict=True))
 
-        hidden = out.hidden.index_copy(0, rows, second.hidden)
-        all_hidden, all_weights = merged(out.all_hidden, second.all_hidden), merged(out.all_weights, second.all_weights)
-        return replace(out, hidden=hidden, all_hidden=all_hidden, all_weights=all_weights), logits
+        return replace(
+            out,
+            hidden=out.hidden.index_copy(0, rows, second.hidden),
+            all_hidden=merged(out.all_hidden, second.all_hidden),
+            all_weights=merged(out.all_weights, second.all_weights),
+        )
+
+    def _part(self, rows: Tensor, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
+        return self.budgetformer.encode(input_ids[rows], keep[rows], None if types is None else types[rows], **options)
 
     def _everything(self, batch: int) -> dict[str, Tensor]:
         """Every unit on, as arguments of `encode`."""
@@ -344,7 +352,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         self,
         logits: Tensor,
         labels: Tensor,
-        teacher: Tensor | None,
+        teacher: tuple[Tensor | None, Tensor | None],
         sample_weight: Tensor | None,
         out: EncoderOutput,
         keep: Tensor,
@@ -360,21 +368,25 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         )
         if not self.training:
             return losses.LossParts(task=task)
-        distilled = None
-        if teacher is not None and config.distillation > 0:
-            told = losses.distillation(
-                logits, teacher.float(), problem, config.distillation_temperature, sample_weight=sample_weight
+        distilled = states = None
+        told, seen = teacher
+        if told is not None and config.distillation > 0:
+            distilled = config.distillation * losses.distillation(
+                logits, told.float(), problem, config.distillation_temperature, sample_weight=sample_weight
             )
-            task, distilled = (1 - config.distillation) * task, config.distillation * told
+            task = (1 - config.distillation) * task
+        if seen is not None and config.state_distillation > 0:
+            pooled = self.classifier.pool(out.hidden, keep).float()
+            states = config.state_distillation * losses.state_distance(pooled, seen.float(), sample_weight)
         budget_config = config.budget_config
+        parts = losses.LossParts(task=task, distillation=distilled, states=states)
         if not routed:
-            return losses.LossParts(task=task, distillation=distilled)
+            return parts
         explore = Schedule(budget=budget_config).at(self.progress)
         if budget_config.loss == "paper":
             sign = -1.0 if self.progress < budget_config.explore_until else 1.0  # explore: spread out; exploit: decide
-            return losses.LossParts(
-                task=task,
-                distillation=distilled,
+            return replace(
+                parts,
                 budget=losses.paper_hinge(out.routings, budget_config),
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
@@ -387,11 +399,11 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         # over inputs. Not a mean of many steps: that lags, and layers swing to all or nothing.
         price = self.multiplier + budget_config.stiffness * self.overspent
         budget = losses.lagrange(cost, explore.target, price)
-        if budget_config.spread > 0 and teacher is not None:
-            hard = losses.difficulty(teacher[rows].float(), labels[rows], problem)
+        if budget_config.spread > 0 and told is not None:
+            hard = losses.difficulty(told[rows].float(), labels[rows], problem)
             budget = budget - budget_config.spread * (hard * (each - each.mean())).mean()
         self._learn_budget(cost.detach(), explore.target, out)
-        return losses.LossParts(task=task, distillation=distilled, budget=budget)
+        return replace(parts, budget=budget)
 
     @torch.no_grad()
     def _learn_budget(self, cost: Tensor, target: float, out: EncoderOutput) -> None:

@@ -17,13 +17,14 @@ class LossParts:
 
     task: Tensor | None = None
     distillation: Tensor | None = None
+    states: Tensor | None = None
     budget: Tensor | None = None
     entropy: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
         """The sum of the parts."""
-        parts = [part for part in (self.task, self.distillation, self.budget, self.entropy) if part is not None]
+        parts = [part for field in fields(self) if (part := getattr(self, field.name)) is not None]
         return torch.stack(parts).sum()
 
     def detached(self) -> dict[str, Tensor]:
@@ -39,24 +40,47 @@ def task(
     *,
     class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
+    sample_weight: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy for one label per input, binary cross-entropy for several. logits (batch, labels)."""
+    """Cross-entropy for one label per input, binary cross-entropy for several. logits (batch, labels).
+
+    sample_weight (batch,): factors of the inputs' losses, with a mean of 1 over the training data. The mean over the
+    batch is not divided by its own weights: a batch of light inputs is to count for little.
+    """
+    reduction = "mean" if sample_weight is None else "none"
     if problem == "single_label_classification":
-        return F.cross_entropy(logits, labels.view(-1), weight=class_weights, label_smoothing=label_smoothing)
+        labels = labels.view(-1)
+        loss = F.cross_entropy(
+            logits, labels, weight=class_weights, label_smoothing=label_smoothing, reduction=reduction
+        )
+        if sample_weight is not None and class_weights is not None:
+            loss = loss / class_weights[labels].mean()  # as "mean" does
+        return loss if sample_weight is None else (loss * sample_weight).mean()
     if problem == "multi_label_classification":
         wanted = labels.to(logits.dtype)
         wanted = wanted * (1 - label_smoothing) + 0.5 * label_smoothing
-        return F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=class_weights)
+        loss = F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=class_weights, reduction=reduction)
+        return loss if sample_weight is None else (loss.mean(-1) * sample_weight).mean()
     raise UsageError(f"problem_type={problem!r}: choose single_label_classification or multi_label_classification")
 
 
-def distillation(logits: Tensor, teacher: Tensor, problem: str, temperature: float) -> Tensor:
+def distillation(
+    logits: Tensor, teacher: Tensor, problem: str, temperature: float, *, sample_weight: Tensor | None = None
+) -> Tensor:
     """Divergence from the teacher's softened answer, scaled by the squared temperature (Hinton et al. 2015)."""
     if problem == "multi_label_classification":
         soft = torch.sigmoid(teacher / temperature)
-        return F.binary_cross_entropy_with_logits(logits / temperature, soft) * temperature**2
-    student = F.log_softmax(logits / temperature, dim=-1)
-    return F.kl_div(student, F.softmax(teacher / temperature, dim=-1), reduction="batchmean") * temperature**2
+        each = F.binary_cross_entropy_with_logits(logits / temperature, soft, reduction="none").mean(-1)
+    else:
+        student = F.log_softmax(logits / temperature, dim=-1)
+        each = F.kl_div(student, F.softmax(teacher / temperature, dim=-1), reduction="none").sum(-1)
+    return (each if sample_weight is None else each * sample_weight).mean() * temperature**2
+
+
+def state_distance(pooled: Tensor, teacher: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+    """Squared distance of pooled states (batch, width) from the teacher's, in units of the teacher's mean square."""
+    each = (pooled - teacher).square().mean(-1) / teacher.square().mean().clamp_min(1e-12)
+    return (each if sample_weight is None else each * sample_weight).mean()
 
 
 def difficulty(teacher: Tensor, labels: Tensor, problem: str) -> Tensor:

@@ -1,0 +1,328 @@
+"""How a server stands under load, each part a server of its own on 127.0.0.1, driven by an asyncio client.
+
+    python benchmarks/server.py --model runs/demo --output server.json            all of it, some minutes
+    python benchmarks/server.py --model runs/demo --parts overhead,kill --small   to see that all works
+
+steady    50 requests a second: none may fail.
+overload  several times what it can answer: 200 or 429 alone, each in a bounded time.
+memory    20,000 requests of mixed length: the resident memory of both processes after a tenth of them, and at the end.
+kill      SIGKILL of the engine under load: seconds until healthy, and what clients saw.
+overhead  one text at a time: the engine's time, the server's around it, the client's around both; and CPU time.
+budgets   1.5 times what a fixed budget can answer: fixed against load-following, latency and accuracy.
+
+Arrivals are a Poisson process, drawn before, and latency counts from when a request was due: a server that falls behind
+cannot hide it. Client and server share the machine's cores, so the figures are lower bounds.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from budgetformer.data import read_rows
+from budgetformer.environment import environment
+from budgetformer.outputs import write_aside
+
+PARTS = ("steady", "overload", "memory", "kill", "overhead", "budgets")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs: its address, its process and that of its engine."""
+
+    address: str
+    pid: int
+
+    @property
+    def engine(self) -> int:
+        """The process that computes; it changes when one dies."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(children[-1])
+
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU time so far, of the server and of its engine."""
+        server, engine = (_stat(pid)[11:13] for pid in (self.pid, self.engine))
+        return sum(map(int, server)) / TICKS, sum(map(int, engine)) / TICKS
+
+    def resident_mib(self) -> tuple[float, float]:
+        """Resident memory of the server and of its engine."""
+        server, engine = (int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20 for pid in (self.pid, self.engine))
+        return server, engine
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+
+@contextlib.contextmanager
+def serving(model: str, *arguments: str) -> Iterator[Server]:
+    """`budgetformer serve` on a free port of this machine."""
+    command = [sys.executable, "-m", "budgetformer", "serve", "--model", model, "--port", "0", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "http://" in line:
+                break
+        else:
+            raise SystemExit("the server did not start")
+        try:
+            yield Server(line.split()[-1], process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One answer: its status (0 where the connection broke), the text, seconds since it was due, and what it said."""
+
+    status: int
+    place: int
+    seconds: float
+    label: str | None = None
+    budget: str | None = None
+    engine_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def clients(server: Server) -> Any:
+    """A session of keep-alive connections, as many as are needed."""
+    limits = aiohttp.TCPConnector(limit=0, force_close=False)
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(server.address, connector=limits, timeout=timeout) as session:
+        yield session
+
+
+async def ask(session: aiohttp.ClientSession, texts: Sequence[str], place: int, due: float) -> Seen:
+    """Classify one text."""
+    try:
+        async with session.post("/predict", json={"inputs": texts[place], "top": 1}) as answered:
+            said = await answered.json()
+            seconds = time.perf_counter() - due
+            if answered.status != 200:
+                return Seen(answered.status, place, seconds)
+            parts = dict(part.split(";dur=") for part in answered.headers["server-timing"].split(", "))
+            budget = answered.headers["x-budget"]
+            return Seen(200, place, seconds, said[0]["label"], budget, float(parts["inference"]), float(parts["total"]))
+    except (aiohttp.ClientError, TimeoutError):
+        return Seen(0, place, time.perf_counter() - due)
+
+
+async def open_loop(server: Server, texts: Sequence[str], rate: float, seconds: float, seed: int = 0) -> list[Seen]:
+    """Requests at `rate` a second, whether earlier ones are answered or not."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, max(1, round(rate * seconds)))
+    async with clients(server) as session:
+        began, tasks = time.perf_counter(), []
+        for number, due in enumerate(np.cumsum(gaps).tolist()):
+            await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
+            tasks.append(asyncio.create_task(ask(session, texts, number % len(texts), began + due)))
+        return await asyncio.gather(*tasks)
+
+
+async def closed_loop(
+    server: Server,
+    texts: Sequence[str],
+    count: int,
+    together: int,
+    each: Callable[[int], Awaitable[None] | None] = lambda number: None,
+) -> list[Seen]:
+    """`count` requests, `together` at a time, each as soon as another is answered."""
+    seen: list[Seen] = []
+    numbers = iter(range(count))
+    async with clients(server) as session:
+
+        async def client() -> None:
+            for number in numbers:
+                each(number)
+                seen.append(await ask(session, texts, number % len(texts), time.perf_counter()))
+
+        await asyncio.gather(*(client() for _ in range(together)))
+    return seen
+
+
+async def saturation(server: Server, texts: Sequence[str], count: int) -> float:
+    """Requests a second that it answers when there are always some waiting."""
+    began = time.perf_counter()
+    await closed_loop(server, texts, count, 64)
+    return count / (time.perf_counter() - began)
+
+
+def summary(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Statuses, and the latency of those that were answered, in milliseconds."""
+    answered = sorted(1e3 * one.seconds for one in seen if one.status == 200)
+    statuses = {str(status): number for status, number in sorted(Counter(one.status for one in seen).items())}
+    quantiles = {f"p{q}": round(float(np.percentile(answered, q)), 2) for q in (50, 95, 99)} if answered else {}
+    longest = {
+        f"longest_{s}": round(1e3 * max(one.seconds for one in seen if str(one.status) == s), 1) for s in statuses
+    }
+    return {"requests": len(seen), "statuses": statuses, **quantiles, **longest}
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def steady(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """50 requests a second."""
+    seconds = 3 if options.small else 30
+    with serving(options.model, *options.serve) as server:
+        seen = asyncio.run(open_loop(server, texts, 50, seconds))
+    return {"rate": 50, "seconds": seconds, **summary(seen), "ok": all(one.status == 200 for one in seen)}
+
+
+def overload(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """Three times what it can answer."""
+    seconds, count = (2, 300) if options.small else (20, 3000)
+    with serving(options.model, *options.serve, "--max-queue-tokens", "4096") as server:
+        most = asyncio.run(saturation(server, texts, count))
+        seen = asyncio.run(open_loop(server, texts, 3 * most, seconds))
+    found = summary(seen)
+    return {
+        "saturation": round(most, 1),
+        "rate": round(3 * most, 1),
+        **found,
+        "ok": set(found["statuses"]) <= {"200", "429"},
+    }
+
+
+def memory(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """Many requests of mixed length: log-normal, mean 60 words, up to more than the model reads."""
+    count, rng = 1000 if options.small else 20_000, np.random.default_rng(0)
+    words = " ".join(texts).split()
+    lengths = np.minimum(rng.lognormal(3.4, 1.1, 997).astype(int) + 1, 2000)
+    mixed = [" ".join(rng.choice(words, length)) for length in lengths]
+    samples: list[tuple[float, float]] = []
+    with serving(options.model, *options.serve) as server:
+
+        def each(number: int) -> None:
+            if number and number % (count // 10) == 0:
+                samples.append(server.resident_mib())
+
+        seen = asyncio.run(closed_loop(server, mixed, count, 16, each))
+        samples.append(server.resident_mib())
+    totals = [sum(sample) for sample in samples]
+    growth = totals[-1] / totals[0] - 1
+    return {
+        **summary(seen),
+        "server_mib": [round(server, 1) for server, _ in samples],
+        "engine_mib": [round(engine, 1) for _, engine in samples],
+        "growth": round(growth, 4),
+        "ok": growth <= 0.05 and all(one.status == 200 for one in seen),
+    }
+
+
+def kill(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """SIGKILL of the engine while requests come."""
+    seconds = 6 if options.small else 20
+
+    async def scenario(server: Server) -> tuple[list[Seen], float]:
+        load = asyncio.create_task(open_loop(server, texts, 30, seconds))
+        await asyncio.sleep(2)
+        async with clients(server) as session:
+            os.kill(server.engine, signal.SIGKILL)
+            began, down = time.perf_counter(), False
+            while time.perf_counter() - began < 60:
+                async with session.get("/health") as answered:
+                    down = down or answered.status == 503
+                    if down and answered.status == 200:
+                        break
+                await asyncio.sleep(0.005)
+            return await load, time.perf_counter() - began
+
+    with serving(options.model, *options.serve) as server:
+        seen, took = asyncio.run(scenario(server))
+    found = summary(seen)
+    return {"healthy_s": round(took, 2), **found, "ok": took < 10 and set(found["statuses"]) <= {"200", "503"}}
+
+
+def overhead(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """One text at a time, short to long."""
+    count, rows = 200 if options.small else 2000, []
+    with serving(options.model, *options.serve) as server:
+        for length in (10, 50, 100):
+            text = [" ".join((" ".join(texts)).split()[:length])]
+            asyncio.run(closed_loop(server, text, count // 10, 1))
+            before = server.cpu_s()
+            seen = asyncio.run(closed_loop(server, text, count, 1))
+            after = server.cpu_s()
+            engine = statistics.median(one.engine_ms for one in seen)
+            inside = statistics.median(one.total_ms - one.engine_ms for one in seen)
+            outside = statistics.median(1e3 * one.seconds - one.engine_ms for one in seen)
+            cpu, engine_cpu = (1e3 * (then - now) / count for now, then in zip(before, after, strict=True))
+            rows.append(
+                {
+                    "words": length,
+                    "engine_ms": round(engine, 3),
+                    "around_engine_ms": round(inside, 3),  # tokens, queue, pipe
+                    "client_minus_engine_ms": round(outside, 3),  # all that, HTTP on both sides, and the client
+                    "server_cpu_ms": round(cpu, 3),
+                    "engine_process_cpu_ms": round(engine_cpu, 3),
+                    "overhead": round(inside / engine, 3),
+                    "overhead_with_http": round(cpu / engine, 3),
+                }
+            )
+    return {"rows": rows, "ok": all(row["overhead_with_http"] <= 0.1 for row in rows)}
+
+
+def budgets(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """1.5 times what every unit on can answer, with every unit on and with fewer the more wait."""
+    seconds, count, found = 2 if options.small else 30, 300 if options.small else 3000, {}
+    with serving(options.model, *options.serve, "--budget", "1.0") as server:
+        most = asyncio.run(saturation(server, texts, count))
+    for name, budget in (("fixed", "1.0"), ("following", "0.2:1.0")):
+        with serving(options.model, *options.serve, "--budget", budget) as server:
+            seen = asyncio.run(open_loop(server, texts, 1.5 * most, seconds))
+        right = [one.label == labels[one.place] for one in seen if one.status == 200]
+        used = [float(one.budget) for one in seen if one.budget is not None]
+        found[name] = {
+            **summary(seen),
+            "accuracy": round(statistics.mean(right), 4) if right else None,
+            "mean_budget": round(statistics.mean(used), 3) if used else None,
+        }
+    return {"saturation": round(most, 1), "rate": round(1.5 * most, 1), **found}
+
+
+def main() -> None:
+    """Run the parts that are asked for, print them, and keep them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="demo", help="labelled texts; the test split of demo")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of them, with commas between")
+    parser.add_argument("--small", action="store_true", help="few requests, to see that all works")
+    parser.add_argument("--serve", default="", help="more flags for the server, as one string")
+    parser.add_argument("--output", help="JSON to write")
+    options = parser.parse_args()
+    options.serve = options.serve.split()
+    wanted = options.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    split = "test" if options.data == "demo" else None
+    rows = read_rows(options.data, require_labels=True, split=split).good()
+    texts, labels = [text or "" for text in rows.texts], [label or "" for label in rows.labels or []]
+    found: dict[str, Any] = {"model": Path(options.model).name, "serve": options.serve, "environment": environment()}
+    for part in wanted:
+        found[part] = globals()[part](options, texts, labels)
+        print(part, json.dumps(found[part]), file=sys.stderr, flush=True)
+    if options.output:
+        with write_aside(options.output) as aside:
+            aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
