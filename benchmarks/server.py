@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def clients(server: Server) -> Any:
+async def clients(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
     """A session of keep-alive connections, as many as are needed."""
     limits = aiohttp.TCPConnector(limit=0, force_close=False)
     timeout = aiohttp.ClientTimeout(total=120)
@@ -140,7 +140,7 @@ async def closed_loop(
     texts: Sequence[str],
     count: int,
     together: int,
-    each: Callable[[int], Awaitable[None] | None] = lambda number: None,
+    each: Callable[[int], None] = lambda number: None,
 ) -> list[Seen]:
     """`count` requests, `together` at a time, each as soon as another is answered."""
     seen: list[Seen] = []
@@ -187,8 +187,8 @@ def steady(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[s
 
 def overload(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
     """Three times what it can answer."""
-    seconds, count = (2, 300) if options.small else (20, 3000)
-    with serving(options.model, *options.serve, "--max-queue-tokens", "4096") as server:
+    seconds, count, queue = (2, 300, 256) if options.small else (20, 3000, 4096)
+    with serving(options.model, *options.serve, "--max-queue-tokens", str(queue)) as server:
         most = asyncio.run(saturation(server, texts, count))
         seen = asyncio.run(open_loop(server, texts, 3 * most, seconds))
     found = summary(seen)
