@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
+FOREIGN := $(VENV)/foreign
 KERNELS := src/budgetformer/engine/kernels
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-quick test test-slow bench library native check lint format types clean
+.PHONY: demo demo-quick test test-slow fuzz test-foreign faults bench docs library native check lint format types clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,12 +44,33 @@ test: library  ## the tests, minutes
 test-slow: library  ## the long tests too
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
+fuzz: library  ## whatever an adversary sends to the server, the answer is as its description says
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow tests/test_server_fuzz.py
+
+# transformers' own tests come with its source package, not with its wheel.
+$(FOREIGN)/.fetched: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[foreign]'
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary transformers --dest $(FOREIGN) \
+		transformers==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))')
+	tar -xzf $(FOREIGN)/transformers-*.tar.gz -C $(FOREIGN)
+	rm $(FOREIGN)/transformers-*.tar.gz
+	touch $@
+
+test-foreign: $(FOREIGN)/.fetched library  ## transformers' and PyTorch's own tests, on ours; the long way round
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow tests/foreign/torch_samples.py tests/foreign/transformers_suite.py
+
+faults: library  ## plant faults in a copy, one by one: a test must notice each
+	$(BIN)/python tests/faults/plant.py
+
 $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	touch $(BENCH)
 
 bench: $(BENCH) library  ## our engine beside others on this machine
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/engine.py $(FLAGS)
+
+docs: $(STAMP)  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

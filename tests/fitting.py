@@ -29,10 +29,10 @@ QUICKLY = {"epochs": 9, "learning_rate": 2e-2}  # the task is learned before the
 def make_model(target=0.5, freeze=True, budget=None, **config):
     """2 layers of 3 heads, width 15, 3 labels; the routers of a dense one (target 1) are frozen."""
     torch.manual_seed(5)
-    sizes = {"vocab_size": 31, "hidden_size": 15, "num_layers": 2, "num_heads": 3, "intermediate_size": 29}
+    sizes = {"vocab_size": 31, "hidden_size": 15, "num_layers": 2, "num_heads": 3, "intermediate_size": 29} | config
     budget = vars(BudgetConfig(target=target, router_hidden=7, **budget or {})).copy()
     made = BudgetFormerForSequenceClassification(
-        BudgetFormerConfig(**sizes, max_positions=17, budget=budget, num_labels=3, initializer_range=0.2, **config)
+        BudgetFormerConfig(**sizes, max_positions=17, budget=budget, num_labels=3, initializer_range=0.2)
     )
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(not (freeze and target == 1.0 and ".router." in name))

@@ -15,7 +15,7 @@ from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.router import margins
 from budgetformer.text import Encoded
-from budgetformer.training.settling import settle_cascade
+from budgetformer.training.settling import hold_out, settle_cascade
 from core_helpers import VOCABULARY, hf_config, ids_and_keep, save_tokenizer, stir
 from engine_helpers import NATIVE
 
@@ -167,6 +167,15 @@ def test_settling_finds_the_margin_that_spends_the_target():
     assert after == pytest.approx(0.8, abs=0.004)
 
 
+def test_texts_set_aside_are_a_tenth_and_none_is_lost():
+    texts = Encoded([{"input_ids": [i]} for i in range(95)], truncated=3)
+    train, held = hold_out(texts, seed=4)
+    assert (len(train), len(held), train.truncated) == (86, 9, 3)
+    assert sorted(item["input_ids"][0] for item in [*train.items, *held.items]) == list(range(95))
+    assert hold_out(texts, seed=4)[1].items == held.items
+    assert hold_out(texts, seed=5)[1].items != held.items
+
+
 def test_no_second_answer_where_the_first_spends_all():
     model = model_with(BudgetConfig(target=0.05, first=0.5, **BLOCKS))
     texts = Encoded([{"input_ids": [5, 6, 7, 8]}] * 4)
@@ -200,7 +209,9 @@ def test_whole_inputs_pay_no_price_and_are_not_counted():
     assert float(model.overspent) == pytest.approx(float(alone.overspent), abs=1e-6)
 
 
-@pytest.mark.parametrize(("field", "value"), [("first", 0.0), ("first", 1.2), ("cascade", 1.5), ("whole", 1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("first", 0.0), ("first", 1.2), ("first", 0.5), ("cascade", 1.5), ("whole", 1.0)]
+)
 def test_values_outside_their_range_are_refused(field, value):
     with pytest.raises(UsageError, match=f"{field}={value}"):
         BudgetConfig(target=0.5, **{field: value})

@@ -19,7 +19,7 @@ from budgetformer.engine import native
 
 PYTHON = sys.executable
 HEAVY = ("torch", "transformers", "pyarrow", "sklearn", "matplotlib", "datasets", "yaml")
-VERBS = ("train", "evaluate", "predict", "inspect", "tune", "convert", "env")
+VERBS = ("train", "evaluate", "predict", "inspect", "tune", "calibrate", "report", "convert", "export", "serve", "env")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,9 @@ TRAIN = ("train", "--data", "demo", "--output-dir", "none")
         (["convert", "--from", "a", "--output-dir", "none", "--check", "b.csv"], "give --dtype"),
         (["tune", "--model", "m", "--data", "a.csv"], "neither is given"),
         (["tune", "--model", "m", "--data", "a.csv", "--max-ms-per-text", "1", "--max-accuracy-loss", "0"], "both are"),
+        (["calibrate", "--model", "m", "--data", "a.csv", "--agree", "1"], "--agree is 1; it must be a number in (0, 1)"),
+        (["predict", "--model", "m", "--budget", "calibratd", "text"], "did you mean 'calibrated'"),
+        (["predict", "--model", "m", "--budget", "calibrated", "--margin", "0.2", "text"], "leave --margin out"),
         (["predict", "--model", "m", "--dtype", "int4", "text"], "--dtype is 'int4'"),
         (["predict", "--model", "m", "--path", "avx", "text"], "did you mean 'avx2'"),
         (["predict", "--model", "m", "--resume", "text"], "give --output FILE"),

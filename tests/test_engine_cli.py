@@ -126,9 +126,13 @@ def test_evaluation_agrees_with_the_training_path(run, tmp_path, folder, path):
     wanted = metrics.evaluate(model, encode(tokenizer, rows.texts, None, labels, max_length=23))
     measured = ("seconds_per_1000", "peak_memory_mb")
     assert set(found) == set(wanted) | {"engine", "soft_hard_rows", "left_out"}
-    for key in set(wanted) - {*measured, "heads_by_class", "heads_by_layer", "share_histogram", "shares_by_layer"}:
+    nested = ("heads_by_class", "heads_by_layer", "share_histogram", "shares_by_layer", "classes", "confusion")
+    for key in set(wanted) - {*measured, *nested, "calibration", "moved"}:
         assert found[key] == pytest.approx(wanted[key], abs=1e-5), key
-    assert found["heads_by_class"] == wanted["heads_by_class"]
+    assert found["moved"] == pytest.approx(wanted["moved"], abs=1e-3)
+    assert found["calibration"]["ece"] == pytest.approx(wanted["calibration"]["ece"], abs=1e-3)
+    for key in ("heads_by_class", "classes", "confusion"):
+        assert found[key] == wanted[key], key
     assert found["share_histogram"] == wanted["share_histogram"]
     assert 0.2 < found["head_share"] < 0.9
     assert found["engine"] == {

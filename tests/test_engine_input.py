@@ -295,7 +295,7 @@ def test_a_damaged_engine_file_is_refused_by_name(copy, name):
 
 def test_an_engine_file_comes_back_as_it_was_written(copy):
     assert read_saved(copy) == Saved()
-    point = Point(budget=None, head_share=0.31, ms_per_text=0.5, agreement=0.98, accuracy=0.9)
+    point = Point(budget=None, head_share=0.31, units_share=0.32, ms_per_text=0.5, agreement=0.98, accuracy=0.9)
     saved = Saved(dtype="int8", agreement=0.995, curve=(point, replace(point, budget=1.0)), tuned_on={"texts": 7})
     write_saved(copy, saved)
     assert read_saved(copy) == saved

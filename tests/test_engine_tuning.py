@@ -46,7 +46,10 @@ def with_every_head(engine: Engine) -> list[str]:
 
 
 def point(budget, share, ms, agreed, accuracy=None) -> Point:
-    return Point(budget=budget, head_share=share, ms_per_text=ms, agreement=agreed, accuracy=accuracy)
+    # What is picked by is the share of all units; that of the heads is the other way round, and must not count.
+    return Point(
+        budget=budget, head_share=1 - share, units_share=share, ms_per_text=ms, agreement=agreed, accuracy=accuracy
+    )
 
 
 CURVE = [
@@ -81,7 +84,7 @@ def test_for_a_time_the_best_that_is_fast_enough(points, limit, budget):
 @pytest.mark.parametrize(
     ("points", "limit", "budget"),
     [
-        (CURVE, 0.0, None),  # better than every head on, and of such the fewest heads
+        (CURVE, 0.0, None),  # better than every unit on, and of such the fewest
         (CURVE, 0.01, 0.25),  # 0.90 - 0.89 is not 0.01 in binary; it is in the limit all the same
         (CURVE, 0.009, None),
         (CURVE, 0.2, 0.1),
@@ -93,7 +96,7 @@ def test_for_a_time_the_best_that_is_fast_enough(points, limit, budget):
         ([CURVE[1], CURVE[5]], 0.1, 1.0),
     ],
 )
-def test_for_an_accuracy_the_fewest_heads_that_keep_it(points, limit, budget):
+def test_for_an_accuracy_the_fewest_units_that_keep_it(points, limit, budget):
     assert pick(points, None, limit).budget == budget
 
 
@@ -139,12 +142,31 @@ def test_the_curve_has_a_point_for_each_budget_and_the_learned_one(engine):
     assert few.agreement < 1, "the model answers alike at any budget, so the test shows little"
 
 
+def test_heads_and_blocks_are_counted_together(tmp_path):
+    """Weighed by FLOPs, of each text at its length: heads of width 7 and blocks of 32 neurons, in a width of 35."""
+    engine = Engine.load(tiny.make_folder(tmp_path / "both", routed=True, blocks=7), threads=1)
+    tokens = tokens_of(engine)
+    points = {one.budget: one for one in measure(engine, tokens, None, FEW)}
+    n = np.array([len(one) for one in tokens])
+    head, block = 8 * n * 35 * 7 + 4 * n * n * 7, 4 * n * 35 * 32
+    for budget, point in points.items():
+        output = engine.forward(tokens, budget=budget)
+        assert output.blocks is not None
+        ran = output.gates.sum((1, 2)) @ head + output.blocks.sum((1, 2)) @ block
+        every = (3 * 5 * head + 3 * 7 * block).sum()
+        assert point.units_share == pytest.approx(ran / every, abs=1e-4)
+        assert point.head_share == pytest.approx(output.gates.mean(), abs=1e-4)
+    assert points[1.0].units_share == 1.0
+    assert points[0.2].units_share == pytest.approx(0.2, abs=0.05)  # units are whole
+    assert abs(points[None].units_share - points[None].head_share) > 0.01
+
+
 def test_the_engines_own_budget_is_not_in_the_way(engine):
     """Measured beside it, and still there afterwards, also when the measuring fails."""
     expected = measure(engine, tokens_of(engine), None, FEW)
-    engine.budget = 0.2
+    engine.budget, engine.margin = 0.2, 0.5
     found = measure(engine, tokens_of(engine), None, FEW)
-    assert engine.budget == 0.2
+    assert (engine.budget, engine.margin) == (0.2, 0.5)
     for one, other in zip(found, expected, strict=True):
         assert replace(one, ms_per_text=0.0) == replace(other, ms_per_text=0.0)
     with pytest.raises(UsageError, match="budget"):
@@ -185,6 +207,7 @@ def test_a_dense_model_has_no_learned_point(tmp_path):
 def test_with_labels_the_budget_keeps_their_accuracy(engine):
     """The curve, the budget and what they were measured with are in the folder, and come back."""
     truth = with_every_head(engine)
+    engine.margin = 0.9  # what is picked was measured without second answers, and is used so
     chosen = tune(engine, TEXTS, truth, max_accuracy_loss=0.3, budgets=FEW)
     saved = read_saved(engine.folder)
     assert saved == engine.saved
@@ -218,7 +241,7 @@ def test_without_labels_agreement_takes_their_place(engine):
     assert saved.tuned_on["labelled"] is False
     picked = next(one for one in saved.curve if one.budget == engine.budget)
     assert picked.agreement == 1.0
-    fewer = [one for one in saved.curve if one.head_share < picked.head_share]
+    fewer = [one for one in saved.curve if one.units_share < picked.units_share]
     assert all(one.agreement < 1.0 for one in fewer)
 
 
@@ -234,15 +257,15 @@ def test_for_a_time(engine):
     assert read_saved(engine.folder) == Saved()
 
 
-def test_pairs_are_tuned_as_pairs(engine):
+def test_pairs_are_tuned_as_pairs(engine, monkeypatch):
     seen = []
-    forward = engine.forward
+    forward = Engine.forward
 
-    def keep(tokens, **options):
+    def keep(self, tokens, **options):
         seen.extend(tokens)
-        return forward(tokens, **options)
+        return forward(self, tokens, **options)
 
-    engine.forward = keep  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(Engine, "forward", keep)
     tune(engine, TEXTS[:3], pairs=TEXTS[3:6], max_accuracy_loss=1.0, budgets=FEW, save=False)
     expected = tokenise(engine.tokenizer, TEXTS[:3], TEXTS[3:6], max_length=engine.max_length)
     assert seen[:3] == expected
@@ -289,6 +312,13 @@ def test_the_budgets_of_a_curve_are_shares_in_order():
     assert list(BUDGETS) == sorted(set(BUDGETS))
     assert BUDGETS[0] > 0
     assert BUDGETS[-1] == 1.0
+
+
+def test_a_curve_from_before_blocks_had_a_budget_still_reads(tmp_path):
+    """Heads alone were counted then, and alone had a budget."""
+    old = {"budget": 0.5, "head_share": 0.53, "ms_per_text": 1.0, "agreement": 0.9, "accuracy": None}
+    (tmp_path / "engine.json").write_text(json.dumps({"dtype": None, "agreement": None, "curve": [old]}))
+    assert read_saved(tmp_path).curve == (Point(**old, units_share=0.53),)
 
 
 # -------------------------------------------------------------------------------------------------------- another type

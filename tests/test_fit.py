@@ -218,7 +218,7 @@ def test_a_misspelt_metric_is_refused():
 def test_the_best_epoch_is_one_within_the_budget(tmp_path):
     model, result = run(tmp_path, model=make_model(target=0.5), epochs=9, learning_rate=1e-2)
     found = log(tmp_path)
-    within = [entry for entry in found if entry["eval_head_share"] <= 0.52]
+    within = [entry for entry in found if entry["eval_units_share"] <= 0.52]
     best = found[int(result.best_epoch) - 1]
     assert 0 < len(within) < 9  # heads come down while it learns
     assert best in within
@@ -226,11 +226,35 @@ def test_the_best_epoch_is_one_within_the_budget(tmp_path):
     assert evaluate(model, make_data(23, seed=4), details=False)["head_share"] <= 0.52
 
 
+def test_an_epoch_is_judged_by_the_flops_of_both_kinds(tmp_path):
+    """Shares of heads alone would say something else, and so would a mean that forgets how long the inputs are."""
+    budget = {"scope": "heads+blocks", "ffn_blocks": 4}
+    model, _ = run(tmp_path, model=make_model(target=0.5, budget=budget, intermediate_size=128), epochs=2)
+    last, counted = log(tmp_path)[-1], evaluate(model, make_data(23, seed=4), details=False)
+    assert last["eval_head_share"] == pytest.approx(counted["head_share"], abs=1e-6)
+    assert last["eval_units_share"] == pytest.approx(counted["units_flops_share"], abs=1e-6)
+    assert abs(last["eval_units_share"] - last["eval_head_share"]) > 0.01
+
+
+def test_the_share_of_an_epoch_by_hand():
+    budget = {"scope": "heads+blocks", "ffn_blocks": 4}
+    config = make_model(target=0.5, budget=budget, intermediate_size=128).config
+    labels, tokens = np.array([0, 1]), [3, 16]
+    prediction = (np.eye(2)[labels], np.array([1.0, 0.2]), np.array([0.25, 0.75]))
+    # Width 15, 128 neurons; all heads of one layer: 8 n 15^2 + 4 n^2 15; all neurons: 4 n 15 128.
+    heads, neurons = [8 * n * 225 + 60 * n * n for n in tokens], [7680 * n for n in tokens]
+    spent = heads[0] + 0.2 * heads[1] + 0.25 * neurons[0] + 0.75 * neurons[1]
+    found = _metrics("accuracy", config, tokens)(EvalPrediction(prediction, labels))
+    assert found["units_share"] == pytest.approx(spent / (sum(heads) + sum(neurons)))
+    assert found["head_share"] == pytest.approx(0.6)
+    assert found["score"] == pytest.approx(1 - 10 * (found["units_share"] - 0.52) - 1000), "above 0.52: no candidate"
+
+
 @pytest.mark.parametrize("metric", ["accuracy", "macro_f1", "loss"])
 def test_any_epoch_within_the_budget_beats_any_above_it(metric):
     labels = np.array([0, 1, 0, 1, 1])
     right = 5.0 * np.eye(2)[labels]
-    score = _metrics(metric, target=0.3)
+    score = _metrics(metric, make_model(target=0.3).config, [3, 5, 8, 5, 3])
 
     def of(logits, share):
         return score(EvalPrediction((logits, np.full(5, share)), labels))["score"]

@@ -304,9 +304,9 @@ def test_gradient_checkpointing_equals_plain():
         model = classifier(BudgetConfig(target=0.5), dropout=0.1, attention_dropout=0.1).train()
         model.progress = 0.1
         calls = []
-        # Before the layer: the second run is cut short as soon as backward has what it needs.
-        layer = model.budgetformer.encoder.layers[0]
-        layer.register_forward_pre_hook(lambda *a, calls=calls: calls.append(1))
+        # Where the layer begins: the second run is cut short as soon as backward has what it needs.
+        router = model.budgetformer.encoder.layers[0].attention.router
+        router.register_forward_pre_hook(lambda *a, calls=calls: calls.append(1))
         if saving:  # renamed on the way to transformers 6
             named = [n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")]
             getattr(model, f"{named[0]}_checkpointing_enable")()

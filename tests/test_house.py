@@ -21,5 +21,6 @@ def test_every_file_is_in_the_tree():
 def test_every_name_in_the_tree_is_a_file():
     root = PACKAGE.parents[1]
     named = set(re.findall(r"[a-z0-9_]+\.py", tree()))
-    there = {path.name for folder in ("src", "tests", "examples", "experiments") for path in (root / folder).rglob("*")}
+    folders = ("src", "tests", "examples", "experiments", "docs")
+    there = {path.name for folder in folders for path in (root / folder).rglob("*")}
     assert named - there == set()

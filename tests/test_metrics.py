@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from budgetformer import flops, metrics
 from budgetformer.config import BudgetConfig
+from budgetformer.diagnostics import calibration, classes, confusion, diagnose, moved
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.text import Encoded, collator, length_batches
 from core_helpers import HEADS, LAYERS, hf_config, shake, stir
@@ -97,6 +99,36 @@ def test_evaluation_reports_what_ran(several):
     rows = [0, 5]  # the inputs of the first class
     by_class = torch.tensor(found["heads_by_class"]["LABEL_0"])
     torch.testing.assert_close(by_class, answers.gates[rows].mean(0), rtol=0, atol=1e-4)
+    assert "blocks_by_class" not in found
+    assert found["classes"]["LABEL_0"]["texts"] == 2
+    assert found["classes"]["LABEL_0"]["units_share"] == pytest.approx(float(share[rows].mean()), abs=1e-4)
+    assert ("confusion" in found) == (not several)
+
+
+def test_blocks_are_reported_as_heads_are():
+    budget = BudgetConfig(target=0.4, scope="heads+blocks", ffn_blocks=4)
+    made = stir(shake(BudgetFormerForSequenceClassification(hf_config(budget, intermediate_size=128)), 0.2)).eval()
+    data = texts()
+    answers, found = metrics.predict(made, data), metrics.evaluate(made, data)
+    assert answers.blocks is not None
+    assert found["block_share"] == pytest.approx(float(answers.blocks.mean()))
+    assert 0.1 < found["block_share"] < 1
+    torch.testing.assert_close(torch.tensor(found["blocks_by_layer"]), answers.blocks.mean(0), rtol=0, atol=1e-4)
+    by_class = torch.tensor(found["blocks_by_class"]["LABEL_0"])
+    torch.testing.assert_close(by_class, answers.blocks[[0, 5]].mean(0), rtol=0, atol=1e-4)
+    ran, every = metrics.work(answers, made.config).units(budget)
+    counts, _ = np.histogram((ran / every).numpy(), bins=20, range=(0, 1))
+    assert found["share_histogram"]["counts"] == counts.tolist()
+
+
+def test_texts_that_were_answered_twice_are_counted():
+    made = model()
+    made.config.budget = {**made.config.budget, "cascade": 1.0}
+    found = metrics.evaluate(made, texts())
+    assert found["answered_again"] == 1.0
+    assert found["head_share"] > 1
+    assert sum(found["share_histogram"]["counts"]) == len(LENGTHS), "nobody falls out at the right"
+    assert "answered_again" not in metrics.evaluate(model(), texts(), details=False)
 
 
 def test_a_named_budget_is_spent():
@@ -104,6 +136,63 @@ def test_a_named_budget_is_spent():
     assert found["head_share"] == pytest.approx(11 / 21)  # half of 21 heads, halves up
     assert found["head_share_std"] == pytest.approx(0.0, abs=1e-6)
     assert "heads_by_class" not in found
+
+
+def test_confusion_by_hand():
+    found = confusion(np.array([0, 0, 2, 1, 0]), np.array([0, 1, 2, 1, 0]), ["a", "b", "c"])
+    assert found == {"labels": ["a", "b", "c"], "cells": [[0, 0, 2], [0, 1, 1], [1, 1, 1], [2, 2, 1]]}
+
+
+def test_calibration_equals_that_of_sklearn():
+    from sklearn.calibration import calibration_curve
+
+    dice = np.random.default_rng(0)
+    sure = dice.random(500)
+    right = dice.random(500) < sure**2
+    found = calibration(sure, right)
+    accuracy, confidence = calibration_curve(right, sure, n_bins=10)
+    np.testing.assert_allclose([one["accuracy"] for one in found["bins"]], accuracy, atol=1e-4)
+    np.testing.assert_allclose([one["confidence"] for one in found["bins"]], confidence, atol=1e-4)
+    assert sum(one["answers"] for one in found["bins"]) == 500
+    # Three answers of 0.9 of which two are right, one of 0.6 that is: (3 |2/3 - 0.9| + |1 - 0.6|) / 4
+    by_hand = calibration(np.array([0.9, 0.9, 0.9, 0.6]), np.array([1, 1, 0, 1]))
+    assert by_hand["ece"] == pytest.approx((3 * (0.9 - 2 / 3) + 0.4) / 4)
+    assert calibration(np.ones(3), np.ones(3))["bins"] == [{"answers": 3, "confidence": 1.0, "accuracy": 1.0}]
+
+
+def test_what_moved_the_budget():
+    length = np.array([3, 5, 9, 17, 30, 41])
+    spent = length**2 / 2000
+    found = moved(spent, length, -np.log(length), np.array([0, 0, 1, 1, 2, 2]))
+    assert found["length"] == pytest.approx(1.0), "of ranks, so the square does not matter"
+    assert found["loss"] == pytest.approx(-1.0)
+    # Ranks 1 to 6 in pairs: 3 * 0.5 within on 3 degrees of freedom, 17.5 in all on 5.
+    assert found["class"] == pytest.approx(math.sqrt(1 - (1.5 / 3) / (17.5 / 5)))
+    assert moved(np.full(6, 0.4) + 1e-12 * length, length, length.astype(float)) == {}
+    dice = np.random.default_rng(0)
+    chance = moved(dice.random(2000), dice.random(2000), dice.random(2000), dice.integers(0, 500, 2000))
+    assert all(abs(value) < 0.15 for value in chance.values()), "many classes explain nothing by being many"
+
+
+def test_scores_of_each_class_by_hand():
+    found = classes(np.array([0, 0, 1]), np.array([0, 1, 1]), ["a", "b", "c"], np.array([0.2, 0.4, 0.9]))
+    assert found == {
+        "a": {"texts": 2, "precision": 1.0, "recall": 0.5, "f1": 0.6667, "units_share": 0.3},
+        "b": {"texts": 1, "precision": 0.5, "recall": 1.0, "f1": 0.6667, "units_share": 0.9},
+    }
+
+
+def test_answers_of_several_labels_are_diagnosed_one_by_one():
+    logits, labels = np.array([[2.0, -1.0], [0.5, 3.0]]), [[1, 0], [0, 1]]
+    found = diagnose(logits, labels, ["a", "b"], np.array([0.2, 0.4]), np.array([3, 5]))
+    assert sum(one["answers"] for one in found["calibration"]["bins"]) == 4
+    assert found["classes"]["a"]["precision"] == 0.5
+    assert "confusion" not in found
+    assert "class" not in found["moved"]
+
+
+def test_answers_that_are_no_numbers_are_not_diagnosed():
+    assert diagnose(np.array([[np.nan, 1.0]]), [0], ["a", "b"], np.array([0.5]), np.array([3])) == {}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's peak is read on Linux")

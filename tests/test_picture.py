@@ -25,6 +25,18 @@ EXAMPLE = Inspection(
 )
 
 
+BLOCKS = [[0, 1, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]]
+BOTH = replace(EXAMPLE, blocks=BLOCKS, blocks_wanted=[0.4, 0.14, 1.0], units_share=0.5)
+AGAIN = replace(
+    BOTH,
+    gates=[[count + 1 for count in row] for row in GATES],
+    blocks=[[count + 1 for count in row] for row in BLOCKS],
+    head_share=22 / 15,
+    units_share=1.5,
+    flops_share=1.61,
+)
+
+
 def drawn(inspection: Inspection, width: int = 80, encoding: str = "utf-8", colour: bool = False) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
     console = Console(file=stream, width=width, color_system="standard" if colour else None, force_terminal=colour)
@@ -38,6 +50,39 @@ def test_squares_are_the_gates():
     assert [[int(sign == "■") for sign in line if sign in "■□"] for line in lines] == GATES
     assert [line.split()[0] for line in lines] == ["1", "2", "3"]
     assert ["2/5" in lines[0], "0/5" in lines[1], "5/5" in lines[2]] == [True] * 3
+
+
+def test_both_kinds_stand_below_each_other():
+    lines = [line for line in drawn(BOTH).splitlines() if "■" in line or "□" in line]
+    found = [[int(sign == "■") for sign in line if sign in "■□"] for line in lines]
+    assert found == [row for pair in zip(GATES, BLOCKS, strict=True) for row in pair]
+    assert [line.split()[:2] for line in lines[::2]] == [["1", "heads"], ["2", "heads"], ["3", "heads"]]
+    assert [line.split()[0] for line in lines[1::2]] == ["blocks"] * 3
+    assert [word for line in lines for word in line.split() if "/" in word] == [
+        "2/5",
+        "3/7",
+        "0/5",
+        "1/7",
+        "5/5",
+        "7/7",
+    ]
+    assert [line.split()[-2] for line in lines] == ["40", "40", "0", "14", "100", "100"]
+    text = " ".join(drawn(BOTH).split())
+    assert "7 of 15 heads (46.7 %), 11 of 21 blocks (52.4 %), 50.0 % of the units' FLOPs, 61.0 % of the dense" in text
+
+
+def test_a_text_that_was_answered_twice():
+    text = drawn(AGAIN)
+    lines = [line for line in text.splitlines() if "/5" in line or "/7" in line]
+    first = [["□▣■".index(sign) for sign in line if sign in "□▣■"] for line in lines]
+    assert first == [[1 + count for count in row] for pair in zip(GATES, BLOCKS, strict=True) for row in pair]
+    assert "2/5" in lines[0], "the first answer, as the budget beside it"
+    assert "7 + 15 of 15 heads (146.7 %), 11 + 21 of 21 blocks (152.4 %)" in " ".join(text.split())
+    assert "answered twice" in text
+    assert "answered twice" not in drawn(BOTH)
+    plain_text = drawn(AGAIN, encoding="ascii")
+    assert plain_text.isascii()
+    assert "# + + # +" in plain_text
 
 
 def test_budget_bars_by_hand():
@@ -99,9 +144,27 @@ def test_png_holds_the_gates_and_any_text(tmp_path):
     assert {"“Where is my card?”", "2 of 5", "40 %", "90.0 %", "lost"} <= set(words)
 
 
+def test_png_of_both_kinds_and_two_answers(tmp_path):
+    with house_style():
+        once, twice = picture.figure(BOTH), picture.figure(AGAIN)
+    rows = [row for pair in zip(GATES, BLOCKS, strict=True) for row in pair]
+    for sheet, dots in ((once, 0), (twice, sum(row.count(0) for row in rows))):
+        squares, *others = sheet.axes[0].collections
+        filled = [tuple(colour[:3]) != (1.0, 1.0, 1.0) for colour in np.asarray(squares.get_facecolor())]
+        assert filled == [bool(count) for row in rows for count in row]
+        assert sum(len(one.get_paths()) for one in others) == dots
+        words = [text.get_text() for text in sheet.axes[0].texts]
+        assert words.count("heads") == words.count("blocks") == 3
+        assert {"2 of 5", "3 of 7", "14 %"} <= set(words)
+    assert any("answered twice" in text.get_text() for text in twice.axes[0].texts)
+
+
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (29, 3), (2, 97)])
-def test_png_keeps_everything_on_the_sheet(layers, heads):
-    odd = replace(EXAMPLE, wanted=[0.5] * layers, gates=[[1] * heads] * layers, labels=["w" * 99] * 7, text="m " * 999)
+@pytest.mark.parametrize("blocks", [0, 24])
+def test_png_keeps_everything_on_the_sheet(layers, heads, blocks):
+    odd = replace(EXAMPLE, wanted=[0.5] * layers, gates=[[2] * heads] * layers, labels=["w" * 99] * 7, text="m " * 999)
+    if blocks:
+        odd = replace(odd, blocks=[[1] * blocks] * layers, blocks_wanted=[1.0] * layers, units_share=1.5)
     with house_style():
         sheet = picture.figure(odd)
         sheet.set_dpi(50)
@@ -123,6 +186,8 @@ def test_png_keeps_everything_on_the_sheet(layers, heads):
         ({"wanted": [0.5]}, "3 layers for 1 budgets"),
         ({"gates": [], "wanted": []}, "gates of 0 layers"),
         ({"gates": [[1], [1, 0], [1]]}, r"gates have \[1, 2, 1\] heads"),
+        ({"blocks": BLOCKS}, "blocks of 3 layers for 0 budgets"),
+        ({"blocks": BLOCKS[:2], "blocks_wanted": [0.5, 0.5]}, "blocks of 2 layers, gates of 3"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(change, message):

@@ -12,7 +12,7 @@ from rich.console import Console
 from budgetformer import report
 from budgetformer.report import figures
 from budgetformer.report.wording import cells as columns
-from budgetformer.report.wording import markdown, percent, plain
+from budgetformer.report.wording import markdown, percent, plain, without_folders
 
 HOSTILE = "a|b $x$ <script>\x1b[31m\u202e`_*[z](u)\n# end"
 
@@ -73,6 +73,83 @@ def test_carbon_has_a_line_only_when_measured():
     assert all("CO2" not in row[0] for row in report.cells(given)[1])
     given["budgeted"]["co2_grams"] = 12.34
     assert line(given, "CO2, estimated") == ["—", "12.3 g", "—"]
+
+
+def test_both_kinds_have_lines_of_their_own():
+    given = metrics()
+    names = [row[0] for row in report.cells(given)[1]]
+    assert not {"FFN blocks used", "units' FLOPs ± std", "answered twice"} & set(names), "heads alone need none"
+    given["budgeted"] |= {"block_share": 0.385, "units_flops_share": 0.4, "units_flops_share_std": 0.05}
+    given["dense"]["units_flops_share"] = 1.0
+    assert line(given, "FFN blocks used") == ["100.0 %", "38.5 %", ""], "the twin runs them all"
+    assert line(given, "units' FLOPs ± std") == ["100.0 %", "40.0 ± 5.0 %", ""]
+    given["budgeted"]["answered_again"] = 0.125
+    assert line(given, "answered twice") == ["0.0 %", "12.5 %", ""]
+
+
+def with_blocks(layers: int = 2, blocks: int = 7) -> dict:
+    given = metrics(layers)
+    random = np.random.default_rng(1)
+    budgeted = given["budgeted"]
+    budgeted |= {"block_share": 0.385, "units_flops_share": 0.4, "units_flops_share_std": 0.05}
+    budgeted["blocks_by_layer"] = random.random((layers, blocks)).tolist()
+    budgeted["blocks_by_class"] = {name: random.random((layers, blocks)).tolist() for name in ("no", "yes")}
+    for point in budgeted["dial"]:
+        point |= {"block_share": 0.3, "units_flops_share": point["budget"] / 2}
+    bins = [{"answers": 400, "confidence": 0.9, "accuracy": 0.93}]
+    for model in (given["dense"], budgeted):
+        model["calibration"] = {"bins": bins, "ece": 0.03}
+    return given
+
+
+def test_the_report_shows_both_kinds(tmp_path):
+    given = with_blocks()
+    text = report.write_report(given, tmp_path).read_text(encoding="utf-8")
+    for name in ("blocks_by_layer", "blocks_by_class", "reliability"):
+        assert f"](figures/{name}.png)" in text
+        assert (tmp_path / "figures" / f"{name}.svg").exists()
+    assert "| budget | heads used | FFN blocks used | units' FLOPs | model FLOPs / dense | accuracy |" in text
+    assert "| 50.0 % | 50.0 % | 30.0 % | 25.0 % | 50.0 % | 86.2 % |" in text
+    with figures.house_style():
+        dial = figures.accuracy_by_budget(given["budgeted"], {})
+        histogram = figures.share_histogram(given["budgeted"], 0.4)
+    assert list(dial.axes[0].lines[0].get_xdata()) == [0.05, 0.25, 0.5], "what is spent, not the share of heads"
+    assert "units' FLOPs" in histogram.axes[0].get_xlabel()
+    assert "mean 40.0 %, standard deviation 5.0 points" in [line.get_label() for line in histogram.axes[0].lines]
+
+
+def test_the_histogram_shows_texts_that_were_answered_twice():
+    budgeted = {"share_histogram": {"edges": [0.0, 0.5, 1.0, 1.5], "counts": [5, 3, 2]}, "head_share": 0.6}
+    with figures.house_style():
+        drawn = figures.share_histogram(budgeted)
+    assert drawn.axes[0].get_xlim()[1] == 1.5
+    assert figures.used({"answered_again": 0.1}, "blocks") == "runs of the block per text (%)"
+
+
+def test_several_runs_in_one_picture():
+    runs = {"one": with_blocks(), "two": with_blocks()}
+    runs["two"]["budgeted"]["accuracy"] = 0.5
+    with figures.house_style():
+        drawn = figures.accuracy_by_cost(runs).axes[0]
+        points = [{"budget": b, "ms_per_text": t, "accuracy": 0.9} for b, t in ((1.0, 3.0), (None, 2.0), (0.2, 1.0))]
+        timed = figures.accuracy_by_time({"none": [], "one": points}).axes[0]
+    assert [line.get_label() for line in drawn.lines] == ["one", "two"]
+    assert list(drawn.lines[0].get_xdata()) == [0.1, 0.5, 1]
+    stars = [marks.get_offsets().tolist()[0] for marks in drawn.collections[::2]]
+    assert stars == [[0.7, 0.931], [0.7, 0.5]]
+    assert list(timed.lines[0].get_xdata()) == [1.0, 3.0]
+    assert timed.lines[0].get_color() == drawn.lines[1].get_color(), "the second run has its colour in every picture"
+    assert timed.collections[0].get_offsets().tolist() == [[2.0, 0.9]]
+    assert timed.get_xlim()[1] > 3.0
+
+
+def test_settings_are_passed_on_without_folders():
+    given = {"data": "demo", "train_file": "/a/b/c.csv", "model": "owner/name", "dense": "C:\\x\\y", "seed": 3}
+    found = without_folders(
+        {**given, "test_file": "../x/t.csv", "output_dir": "~/runs/mine/", "validation_file": None, "resume": "./here"}
+    )
+    names = {"train_file": "c.csv", "dense": "y", "test_file": "t.csv", "output_dir": "mine", "resume": "here"}
+    assert found == {**given, **names, "validation_file": None}
 
 
 def test_one_model_alone_is_not_compared():
@@ -162,10 +239,10 @@ def test_figures_of_any_size(layers, heads, classes, tmp_path):
     names = tuple(f"class_{i:02}" for i in range(classes))
     given = metrics(layers, heads, names)
     with figures.house_style():
-        figure = figures.heads_by_class(given["budgeted"])
+        figure = figures.units_by_class(given["budgeted"])
         figure.savefig(tmp_path / "x.png", dpi=40)
         labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        figures.heads_by_layer(given["budgeted"]).savefig(tmp_path / "y.png", dpi=40)
+        figures.units_by_layer(given["budgeted"]).savefig(tmp_path / "y.png", dpi=40)
     assert len(labels) == (25 if classes == 31 else classes)
     assert ("mean of the 7 classes between" in labels) == (classes == 31)
     assert len(set(labels)) == len(labels)

@@ -80,7 +80,8 @@ def test_a_run_leaves_a_model_its_twin_and_every_number(run):
     assert found["data"] | {"labels": None} == {
         "train_rows": 240, "validation_rows": 0, "test_rows": 83, "left_out": 0, "truncated": 0, "labels": None,
     }  # fmt: skip
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "settings.yaml", "report.md", "bad_rows.jsonl"):
+    papers = ("settings.yaml", "report.md", "README.md", "bad_rows.jsonl")
+    for name in ("config.json", "model.safetensors", "tokenizer.json", *papers):
         assert (run / name).is_file(), name
     assert (run / "dense" / "model.safetensors").is_file()
     assert not list(run.rglob("*.bin")), "no pickle of ours"

@@ -30,8 +30,10 @@ def tokenizer():
     )
 
 
-def make_folder(path: Path, *, multi_label: bool = False, routed: bool = False) -> Path:
-    """3 layers of 5 heads, width 35, 23 positions, three labels; dense, or with routers that differ by text."""
+def make_folder(path: Path, *, multi_label: bool = False, routed: bool = False, blocks: int = 1) -> Path:
+    """3 layers of 5 heads, width 35, 23 positions, three labels; dense, or with routers that differ by text, of heads
+    or of heads and so many feed-forward blocks.
+    """
     import torch
 
     from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification
@@ -43,13 +45,16 @@ def make_folder(path: Path, *, multi_label: bool = False, routed: bool = False) 
         hidden_size=35,
         num_layers=3,
         num_heads=5,
-        intermediate_size=53,
+        intermediate_size=53 if blocks == 1 else 32 * blocks,
         max_positions=23,
         initializer_range=0.5,
         id2label=dict(enumerate(LABELS)),
         label2id={name: i for i, name in enumerate(LABELS)},
         problem_type="multi_label_classification" if multi_label else "single_label_classification",
-        budget={"target": 0.4 if routed else 1.0},
+        budget={
+            "target": 0.4 if routed else 1.0,
+            **({} if blocks == 1 else {"scope": "heads+blocks", "ffn_blocks": blocks}),
+        },
     )
     torch.manual_seed(7)
     model = BudgetFormerForSequenceClassification(config)

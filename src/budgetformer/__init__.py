@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from budgetformer.convert import from_pretrained_encoder
     from budgetformer.hf import BudgetFormerConfig, BudgetFormerForSequenceClassification, BudgetFormerModel
+    from budgetformer.ports.sklearn import BudgetFormerClassifier
 
     __version__: str
 
@@ -17,9 +18,11 @@ _HOMES = {
     "BudgetFormerConfig": "budgetformer.hf",
     "BudgetFormerModel": "budgetformer.hf",
     "BudgetFormerForSequenceClassification": "budgetformer.hf",
+    "BudgetFormerClassifier": "budgetformer.ports.sklearn",
 }
 
 __all__ = [
+    "BudgetFormerClassifier",
     "BudgetFormerConfig",
     "BudgetFormerForSequenceClassification",
     "BudgetFormerModel",

@@ -1,13 +1,15 @@
 """A drop-in for `torch.nn.MultiheadAttention` that runs only the heads an input needs.
 
-Two paths compute the same function. The *masked* path runs every head and multiplies by the gates: it carries
-gradients to the router, so training takes it. The *dispatch* path runs head by head, each over just the inputs that
-chose it: not a row of the other heads' weights is read. `reference.py` is what both are compared with.
+Two paths compute the same function. The *masked* path runs every head and multiplies by the gates: while routers
+explore, the task so teaches them what the heads that are off would be worth. The *skipping* path runs what was chosen
+alone, in use and in the rest of training: not a row of a head's weights is read that no input chose (`skipping.py`).
+`reference.py` is what both are compared with.
 
 Legend: N batch, L query tokens, S key tokens, E width, H heads, D width of one head.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,10 @@ from budgetformer.config import BudgetConfig
 from budgetformer.errors import UsageError
 from budgetformer.router import Router, Routing, allocate, forced
 from budgetformer.schedule import Exploration, Schedule
+from budgetformer.skipping import by_unit, joined, lowered, may_skip, plan
+
+# What is projected, the weight, and the bias where there is one.
+Product = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,18 @@ class _Mask:
     keep: Tensor | None
     bias: Tensor | None
 
-    def additive(self, dtype: torch.dtype, rows: Tensor | None = None, head: int | None = None) -> Tensor | None:
-        """One bias for scaled dot-product attention, for chosen inputs and one head, or for all."""
+    def additive(self, dtype: torch.dtype) -> Tensor | None:
+        """One bias for scaled dot-product attention, (N or 1, H or 1, L or 1, S)."""
         bias, keep = self.bias, self.keep
-        if bias is not None and head is not None:
-            bias = bias[:, head : head + 1] if bias.shape[1] > 1 else bias
-        if rows is not None:
-            bias = bias[rows] if bias is not None and len(bias) > 1 else bias
-            keep = keep[rows] if keep is not None else None
         if keep is None:
             return None if bias is None else bias.to(dtype)
         hidden = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(~keep, -math.inf)[:, None, None]
         return hidden if bias is None else hidden + bias.to(dtype)
+
+    def of(self, heads: list[int]) -> "_Mask":
+        """The mask of some heads alone."""
+        bias = self.bias
+        return _Mask(self.keep, bias if bias is None or bias.shape[1] == 1 else bias[:, heads])
 
 
 class BudgetedMultiheadAttention(nn.MultiheadAttention):
@@ -89,6 +95,23 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
             for key, tensor in self.router.state_dict(prefix=f"{prefix}router.").items():
                 state_dict[key] = tensor
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @torch.no_grad()
+    def cut(self, kept: Sequence[int]) -> None:
+        """Remove all heads but `kept` for good: their rows of W_Q, W_K, W_V, their columns of W_O.
+
+        Routings, gates and weights still speak of all heads; those that are gone never run.
+        """
+        if not self.packed or self.bias_k is not None:
+            raise UsageError("heads can be cut where query, key and value share a projection, without add_bias_kv")
+        rows = torch.tensor([head * self.head_dim + i for head in kept for i in range(self.head_dim)])
+        every = torch.cat([rows + part * self.embed_dim for part in range(3)])
+        self.in_proj_weight = nn.Parameter(self.in_proj_weight[every])
+        if self.in_proj_bias is not None:
+            self.in_proj_bias = nn.Parameter(self.in_proj_bias[every])
+        self.out_proj.weight = nn.Parameter(self.out_proj.weight[:, rows])
+        self.out_proj.in_features = len(rows)
+        self.router.kept = list(kept)
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -213,41 +236,49 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
             itself = query is key
             query_keep = mask.keep if itself and mask.keep is not None else query.new_ones(query.shape[:2]).bool()
         if gates is not None:
-            routing = forced(gates.to(query.dtype))
+            routing = forced(self.router.left(gates.to(query.dtype)))
         else:
             if budget is not None:
                 count = self._count(budget, query)
             explore = explore or Schedule(budget=self.budget_config).settled
             routing = self.router(query, query_keep, explore=explore, count=count)
-        learning = self.training or torch.is_grad_enabled()
-        if learning or bool(routing.chosen.all()):
-            output, weights = self._masked(query, key, value, mask, routing.gates, need_weights)
-        else:
-            output, weights = self._dispatch(query, key, value, mask, routing.gates, need_weights)
+        run = self._skipping if may_skip(routing.gates, explore if gates is None else None) else self._masked
+        gates, kept = routing.gates, self.router.kept
+        if kept is not None:
+            gates, mask = gates[:, kept], mask.of(kept)
+        output, weights = run(self._products(query, key, value), mask, gates, need_weights)
+        if kept is not None and weights is not None:
+            places = torch.tensor(kept, device=weights.device)
+            every = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])
+            weights = every.index_copy(1, places, weights)
         return Attention(output, weights, routing)
 
     def _count(self, budget: float | Tensor, query: Tensor) -> Tensor:
         shares = check_budget(budget, len(query), query.device)
         return allocate(shares, shares.new_ones(1), self.num_heads, self.budget_config.min_units)[:, 0]
 
-    def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        weights: list[Tensor]
-        if self.packed:
-            weights = [*self.in_proj_weight.chunk(3)]
-        else:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        biases: list[Tensor | None] = [None, None, None]
-        if self.in_proj_bias is not None:
-            biases = [*self.in_proj_bias.chunk(3)]
-        return weights, biases
+    def _products(self, query: Tensor, key: Tensor, value: Tensor) -> list[Product]:
+        """Self-attention is one product, of which queries, keys and values are thirds; else there are three."""
+        sources, biases = (query, key, value), self.in_proj_bias
+        if self.packed and query is key and key is value:
+            return [(query, self.in_proj_weight) if biases is None else (query, self.in_proj_weight, biases)]
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = self.in_proj_weight.chunk(3) if self.packed else weights
+        parts = (sources, weights) if biases is None else (sources, weights, biases.chunk(3))
+        return list(zip(*parts, strict=True))
 
-    def _extend(self, k: Tensor, v: Tensor, bias: Tensor | None, heads: slice):
+    def _split(self, projected: list[Tensor]) -> list[Tensor]:
+        """Queries, keys and values, (N, heads, tokens, D) each, of what the products gave."""
+        shape = (3 // len(projected), -1, self.head_dim)
+        return [part for done in projected for part in done.unflatten(-1, shape).permute(2, 0, 3, 1, 4).unbind()]
+
+    def _extend(self, k: Tensor, v: Tensor, bias: Tensor | None, heads: Tensor | list[int] | slice):
         """The extra key that `add_bias_kv` and `add_zero_attn` ask for, visible to every query. k, v: (N, h, S, D)."""
         N, h, _, D = k.shape
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.view(1, -1, 1, D)[:, heads].expand(N, h, 1, D)], dim=2)
-            v = torch.cat([v, self.bias_v.view(1, -1, 1, D)[:, heads].expand(N, h, 1, D)], dim=2)
+            k = torch.cat([k, self.bias_k.view(-1, 1, D)[heads].expand(N, h, 1, D)], dim=2)
+            v = torch.cat([v, self.bias_v.view(-1, 1, D)[heads].expand(N, h, 1, D)], dim=2)
             extra += 1
         if self.add_zero_attn:
             k = torch.cat([k, k.new_zeros(N, h, 1, D)], dim=2)
@@ -257,67 +288,80 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
             bias = F.pad(bias, (0, extra))
         return k, v, bias
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, need_weights: bool):
-        """Scaled dot-product attention over (N, h, tokens, D)."""
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        gates: Tensor,
+        need_weights: bool,
+        heads: Tensor | list[int] | slice,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scaled dot-product attention of `heads` over (N, h, tokens, D), times the gates (N, h)."""
         dropout = self.dropout if self.training else 0.0
-        if not need_weights:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout), None
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        weights = torch.softmax(scores if bias is None else scores + bias, dim=-1)
-        # A query that may see nothing answers 0, as scaled_dot_product_attention does, not NaN.
-        weights = F.dropout(torch.nan_to_num(weights), dropout)
-        return weights @ v, weights
-
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: _Mask, gates: Tensor, need_weights: bool):
-        """Every head runs; its output is multiplied by its gate. Differentiable in the gates."""
-        N, L, E = query.shape
-        H, D = self.num_heads, self.head_dim
-        if query is key and key is value and self.packed:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        k, v, bias = self._extend(k, v, bias, heads)
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            weights = torch.softmax(scores if bias is None else scores + bias, dim=-1)
+            # A query that may see nothing answers 0, as scaled_dot_product_attention does, not NaN.
+            weights = F.dropout(torch.nan_to_num(weights), dropout)
+            weights = weights * (gates != 0)[:, :, None, None]
+            context = weights @ v
         else:
-            weights, biases = self._projections()
-            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        q, k, v = (t.reshape(N, -1, H, D).transpose(1, 2) for t in (q, k, v))
-        k, v, bias = self._extend(k, v, mask.additive(q.dtype), slice(None))
-        context, weights = self._attention(q, k, v, bias, need_weights)
-        context = context * gates[:, :, None, None].to(context.dtype)
-        if weights is not None:
-            weights = weights * (gates != 0).to(weights.dtype)[:, :, None, None]
-        return F.linear(context.transpose(1, 2).reshape(N, L, E), self.out_proj.weight, self.out_proj.bias), weights
+            context, weights = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout), None
+        return context * gates[:, :, None, None].to(context.dtype), weights
 
-    def _dispatch(self, query: Tensor, key: Tensor, value: Tensor, mask: _Mask, gates: Tensor, need_weights: bool):
-        """Head by head, over the inputs that chose it. What was not chosen is neither read nor computed."""
-        N, L, E = query.shape
-        D = self.head_dim
-        itself = query is key and key is value
-        (wq, wk, wv), (bq, bk, bv) = self._projections()
-        output = query.new_zeros(N, L, E) if self.out_proj.bias is None else self.out_proj.bias.expand(N, L, E).clone()
-        all_weights = None
-        for h, picked in enumerate((gates != 0).T):
-            rows = picked.nonzero()[:, 0]
-            if len(rows) == 0:
-                continue
-            part = slice(h * D, (h + 1) * D)
+    def _masked(
+        self, products: list[Product], mask: _Mask, gates: Tensor, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every head runs over every input; its output is multiplied by its gate."""
+        q, k, v = self._split([F.linear(*product) for product in products])
+        bias = mask.additive(q.dtype)
+        context, weights = self._attention(q, k, v, bias, gates, need_weights, slice(None))
+        return self.out_proj(context.transpose(1, 2).flatten(2)), weights
 
-            if itself:
-                joint = torch.cat([wq[part], wk[part], wv[part]])
-                joint_bias = torch.cat([b[part] for b in (bq, bk, bv) if b is not None]) if bq is not None else None
-                q, k, v = F.linear(query[rows], joint, joint_bias)[:, None].chunk(3, dim=-1)
-            else:
-                parts = ((query, wq, bq), (key, wk, bk), (value, wv, bv))
-                q, k, v = (F.linear(x[rows], w[part], None if b is None else b[part])[:, None] for x, w, b in parts)
-            k, v, bias = self._extend(k, v, mask.additive(q.dtype, rows, h), slice(h, h + 1))
-            context, weights = self._attention(q, k, v, bias, need_weights)
-            context = context[:, 0] * gates[rows, h, None, None].to(context.dtype)
-            output.index_add_(0, rows, F.linear(context, self.out_proj.weight[:, part]).to(output.dtype))
-            if weights is not None:
-                if all_weights is None:
-                    all_weights = weights.new_zeros(N, self.num_heads, *weights.shape[2:])
-                all_weights[rows, h] = weights[:, 0]
-        if need_weights and all_weights is None:
-            extra = int(self.bias_k is not None) + int(self.add_zero_attn)
-            all_weights = query.new_zeros(N, self.num_heads, L, key.shape[1] + extra)
-        return output, all_weights
+    def _skipping(
+        self, products: list[Product], mask: _Mask, gates: Tensor, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What was not chosen is neither read nor computed; see `skipping`."""
+        (N, H), todo = gates.shape, plan(gates)
+        if len(todo.common) == H:
+            return self._masked(products, mask, gates, need_weights)
+        gates = gates * (gates != 0)
+        low = [lowered(*product) for product in products]
+        shape = (3 // len(low), H, -1)
+        own = [[t.unflatten(0, shape).unbind(1) for t in weights] for _, *weights in low]  # head by head
+        (out,) = lowered(self.out_proj.weight)
+        out = out.unflatten(1, (H, -1)).unbind(1)
+        query, bias, found = low[0][0], mask.additive(low[0][0].dtype), []
+        start = query.new_zeros(()) if self.out_proj.bias is None else self.out_proj.bias
+        output = start.expand(*query.shape[:2], self.embed_dim)
+        if todo.common:
+            some = [[joined(parts, todo.common, 1).flatten(0, 1) for parts in weights] for weights in own]
+            q, k, v = self._split([F.linear(x, *weights) for (x, *_), weights in zip(low, some, strict=True)])
+            hidden = bias[:, todo.common] if bias is not None and bias.shape[1] > 1 else bias
+            context, weights = self._attention(q, k, v, hidden, gates[:, todo.common], need_weights, todo.common)
+            output = output + F.linear(context.transpose(1, 2).flatten(2), joined(out, todo.common, 1))
+            found.append(((slice(None), todo.common), weights))
+        if todo.in_pairs:
+            row, unit = todo.row, todo.unit
+            some = [[[part.flatten(0, 1) for part in parts] for parts in weights] for weights in own]
+            projected = [
+                by_unit(x.index_select(0, row), todo.counts, *weights)
+                for (x, *_), weights in zip(low, some, strict=True)
+            ]
+            q, k, v = (t.transpose(0, 1) for t in self._split(projected))  # as if the pairs were one input's heads
+            hidden = None if bias is None else bias.expand(N, H, -1, -1)[row, unit][None]
+            context, weights = self._attention(q, k, v, hidden, gates[row, unit][None], need_weights, unit)
+            output = output.index_add(0, row, by_unit(context[0], todo.counts, out).to(output.dtype))
+            found.append(((row, unit), None if weights is None else weights[0]))
+        if need_weights:
+            every = found[0][1].new_zeros(N, H, *found[0][1].shape[-2:])
+            for place, weights in found:
+                every[place] = weights
+            return output.to(query.dtype), every
+        return output.to(query.dtype), None
 
 
 def check_budget(budget: float | Tensor, batch: int, device: torch.device) -> Tensor:

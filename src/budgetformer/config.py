@@ -1,6 +1,8 @@
 """What an encoder and its budget are made of: frozen, valid or not constructed. Presets are rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from budgetformer.errors import UsageError
@@ -75,6 +77,8 @@ class BudgetConfig:
         need("loss", self.loss in BUDGET_LOSSES, f"choose one of {', '.join(BUDGET_LOSSES)}")
         need("min_units", self.min_units >= 0, "must be 0 or more")
         need("first", 0.0 < self.first <= 1.0, "is a share of the target, so it must lie in (0, 1]")
+        paid = self.first == 1.0 or self.scope == "heads+blocks"
+        need("first", paid, 'a second answer runs whole layers, so the budget must too: scope="heads+blocks"')
         need("cascade", 0.0 <= self.cascade <= 1.0, "is a difference of probabilities, so it must lie in [0, 1]")
         need("whole", 0.0 <= self.whole < 1.0, "is a share of the inputs, so it must lie in [0, 1)")
         need("router_hidden", self.router_hidden >= 1, "must be 1 or more")
@@ -108,10 +112,20 @@ class BudgetConfig:
                 f"multiple of {BLOCK}"
             )
 
+    def check_kept(self, encoder: "EncoderConfig") -> None:
+        """UsageError unless every block that `encoder` names as kept is one of these blocks."""
+        for names in encoder.kept_blocks or ():
+            if self.blocks == 1 or names[-1] >= self.blocks:
+                raise UsageError(f"kept_blocks names block {names[-1]}: {self.blocks} of each layer have a budget")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Sizes and choices of an encoder. The defaults are BERT-base's."""
+    """Sizes and choices of an encoder. The defaults are BERT-base's.
+
+    kept_heads, kept_blocks: of each layer, the heads and feed-forward blocks that are left of `num_heads` and of the
+    budget's `ffn_blocks`, where others were cut for good; they keep their numbers, and so do routings. None: all.
+    """
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -128,6 +142,8 @@ class EncoderConfig:
     norm_eps: float = 1e-12
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    kept_heads: Sequence[Sequence[int]] | None = None
+    kept_blocks: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self):
         def need(name: str, holds: bool, rule: str) -> None:
@@ -148,6 +164,9 @@ class EncoderConfig:
             need(name, getattr(self, name) >= 0, "must be 0 or more")
         for name in ("dropout", "attention_dropout"):
             need(name, 0.0 <= getattr(self, name) < 1.0, "must lie in [0, 1)")
+        rule = "must name one unit or more of each layer, each once and in order"
+        need("kept_heads", names_units(self.kept_heads, self.num_layers, self.num_heads), rule)
+        need("kept_blocks", names_units(self.kept_blocks, self.num_layers, None), rule)
 
     @property
     def head_size(self) -> int:
@@ -160,6 +179,20 @@ class EncoderConfig:
         if name not in PRESETS:
             raise UsageError(f"preset={name!r}: there is none of that name; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
+
+
+def names_units(kept: Any, layers: int, units: int | None) -> bool:
+    """Whether `kept` is None, or of each layer a list of one unit or more below `units`, each once and in order."""
+    if kept is None:
+        return True
+    lists = isinstance(kept, list | tuple) and len(kept) == layers
+    return lists and all(
+        isinstance(names, list | tuple)
+        and len(names) > 0
+        and all(type(name) is int and name >= 0 and (units is None or name < units) for name in names)
+        and all(a < b for a, b in pairwise(names))
+        for names in kept
+    )
 
 
 # fmt: off

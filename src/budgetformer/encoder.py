@@ -1,6 +1,6 @@
 """The encoder: embeddings, layers of budgeted attention and feed-forward, pooling, classifier. Pure PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from budgetformer.config import BudgetConfig, EncoderConfig
 from budgetformer.errors import UsageError
 from budgetformer.router import Router, Routing, allocate, forced, pool, shares_of
 from budgetformer.schedule import Exploration, Schedule
+from budgetformer.skipping import by_unit, joined, lowered, may_skip, plan
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -53,20 +54,23 @@ class Embeddings(nn.Module):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "batch token"],
+        input_ids: Int[Tensor, "batch token"] | Float[Tensor, "batch token narrow"],
         keep: Bool[Tensor, "batch token"],
         token_types: Int[Tensor, "batch token"] | None = None,
     ) -> Float[Tensor, "batch token width"]:
-        """Positions count real tokens only, so padding on either side changes nothing."""
+        """Positions count real tokens only, so padding on either side changes nothing. Word vectors of the caller's own
+        may take the place of ids.
+        """
         if input_ids.shape[1] > self.config.max_positions and int(keep.sum(1).max()) > self.config.max_positions:
             raise UsageError(
                 f"an input has {int(keep.sum(1).max())} tokens, the model has {self.config.max_positions} positions: "
                 f"truncate to {self.config.max_positions}"
             )
         positions = (keep.long().cumsum(1) - 1).clamp_min(0) + self.config.position_offset
-        x = self.word(input_ids) + self.position(positions)
+        words = input_ids if input_ids.is_floating_point() else self.word(input_ids)
+        x = words + self.position(positions)
         if self.token_type is not None:
-            types = torch.zeros_like(input_ids) if token_types is None else token_types
+            types = torch.zeros_like(positions) if token_types is None else token_types
             x = x + self.token_type(types)
         x = self.dropout(self.norm(x))
         return x if self.projection is None else self.projection(x)
@@ -88,6 +92,18 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACTIVATIONS[config.activation]
 
+    @torch.no_grad()
+    def cut(self, kept: Sequence[int]) -> None:
+        """Remove all blocks but `kept` for good; routings still speak of all, those that are gone never run."""
+        if self.router is None or kept[-1] >= self.blocks:
+            raise UsageError(f"kept_blocks names block {kept[-1]}: this layer has {self.blocks} with a budget")
+        size = self.up.out_features // self.blocks
+        rows = torch.tensor([block * size + i for block in kept for i in range(size)])
+        self.up.weight, self.up.bias = nn.Parameter(self.up.weight[rows]), nn.Parameter(self.up.bias[rows])
+        self.down.weight = nn.Parameter(self.down.weight[:, rows])
+        self.up.out_features = self.down.in_features = len(rows)
+        self.router.kept = list(kept)
+
     def forward(
         self,
         x: Float[Tensor, "batch token width"],
@@ -99,34 +115,40 @@ class FeedForward(nn.Module):
     ) -> tuple[Float[Tensor, "batch token width"], Routing | None]:
         """Same shape out, and the routing of the blocks where they have a budget. count, gates: as for heads."""
         if gates is not None:
-            routing = forced(gates.to(x.dtype))
+            routing = forced(gates.to(x.dtype) if self.router is None else self.router.left(gates.to(x.dtype)))
         elif self.router is not None and keep is not None and explore is not None:
             routing = self.router(x, keep, explore=explore, count=count)
         else:
             return self.down(self.activation(self.up(x))), None
-        learning = self.training or torch.is_grad_enabled()
-        if learning or bool(routing.chosen.all()):
-            return self._masked(x, routing.gates), routing
-        return self._dispatch(x, routing.gates), routing
+        skips, gates = may_skip(routing.gates, explore if gates is None else None), routing.gates
+        if self.router is not None and self.router.kept is not None:
+            gates = gates[:, self.router.kept]
+        if skips:
+            return self._skipping(x, gates), routing
+        return self.down(self._gated(self.up(x), gates)), routing
 
-    def _masked(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Every block runs; its output is multiplied by its gate. Differentiable in the gates."""
-        inner = self.activation(self.up(x)).unflatten(-1, (gates.shape[1], -1))
-        return self.down((inner * gates[:, None, :, None].to(inner.dtype)).flatten(-2))
+    def _gated(self, inner: Tensor, gates: Tensor) -> Tensor:
+        """Blocks of neurons, activated and multiplied by their gates (batch, block): the masked path."""
+        inner = self.activation(inner).unflatten(-1, (gates.shape[1], -1))
+        return (inner * gates[:, None, :, None].to(inner.dtype)).flatten(-2)
 
-    def _dispatch(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Block by block, over the inputs that chose it. What was not chosen is neither read nor computed."""
-        output = self.down.bias.expand(*x.shape[:2], -1).clone()
-        size = self.up.out_features // gates.shape[1]
-        for j, picked in enumerate((gates != 0).T):
-            rows = picked.nonzero()[:, 0]
-            if len(rows) == 0:
-                continue
-            part = slice(j * size, (j + 1) * size)
-            inner = self.activation(F.linear(x[rows], self.up.weight[part], self.up.bias[part]))
-            inner = inner * gates[rows, j, None, None].to(inner.dtype)
-            output.index_add_(0, rows, F.linear(inner, self.down.weight[:, part]).to(output.dtype))
-        return output
+    def _skipping(self, x: Tensor, gates: Tensor) -> Tensor:
+        """What was not chosen is neither read nor computed; see `skipping`."""
+        blocks, todo = gates.shape[1], plan(gates)
+        if len(todo.common) == blocks:
+            return self.down(self._gated(self.up(x), gates))
+        low, *weights = lowered(x, self.up.weight, self.up.bias, self.down.weight)
+        up, bias, down = (t.unflatten(d, (blocks, -1)).unbind(d) for t, d in zip(weights, (0, 0, 1), strict=True))
+        gates = gates * (gates != 0)
+        output = self.down.bias.expand(*x.shape[:2], -1)
+        if todo.common:
+            inner = F.linear(low, joined(up, todo.common), joined(bias, todo.common))
+            output = output + F.linear(self._gated(inner, gates[:, todo.common]), joined(down, todo.common, 1))
+        if todo.in_pairs:
+            inner = self.activation(by_unit(low.index_select(0, todo.row), todo.counts, up, bias))
+            inner = inner * gates[todo.row, todo.unit][:, None, None].to(inner.dtype)
+            output = output.index_add(0, todo.row, by_unit(inner, todo.counts, down).to(output.dtype))
+        return output.to(low.dtype)
 
 
 class EncoderLayer(nn.Module):
@@ -178,12 +200,19 @@ class Encoder(nn.Module):
     profile: Tensor
     block_profile: Tensor
 
-    def __init__(self, config: EncoderConfig, budget: BudgetConfig | None = None):
+    def __init__(
+        self, config: EncoderConfig, budget: BudgetConfig | None = None, layer_class: type[EncoderLayer] = EncoderLayer
+    ):
         super().__init__()
         self.config = config
         self.budget = budget or BudgetConfig()
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(EncoderLayer(config, self.budget) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layer_class(config, self.budget) for _ in range(config.num_layers))
+        for i, layer in enumerate(self.layers):
+            if config.kept_heads is not None:
+                layer.attention.cut(config.kept_heads[i])
+            if config.kept_blocks is not None:
+                layer.feed_forward.cut(config.kept_blocks[i])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.norm == "pre" else None
         # Each layer's mean share in training: how a budget named at run time is spread over the layers.
         self.register_buffer("profile", torch.ones(config.num_layers))
@@ -192,7 +221,7 @@ class Encoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "batch token"],
+        input_ids: Int[Tensor, "batch token"] | Float[Tensor, "batch token narrow"],
         keep: Bool[Tensor, "batch token"] | None = None,
         token_types: Int[Tensor, "batch token"] | None = None,
         *,
@@ -202,15 +231,14 @@ class Encoder(nn.Module):
         blocks: Tensor | None = None,
         need_weights: bool = False,
         need_hidden: bool = False,
-        run_layer: Callable[..., tuple[Tensor, Routing, Routing | None, Tensor | None]] | None = None,
     ) -> EncoderOutput:
         """Encode a batch.
 
         budget: None spends what was learned; a share, or one per input, spends exactly that (over all layers
         together, and over the feed-forward blocks where they have a budget). gates (batch, layer, head) and blocks
-        (batch, layer, block): the units themselves. run_layer wraps the call of a layer (gradient checkpointing).
+        (batch, layer, block): the units themselves.
         """
-        keep = torch.ones_like(input_ids, dtype=torch.bool) if keep is None else keep
+        keep = input_ids.new_ones(input_ids.shape[:2], dtype=torch.bool) if keep is None else keep
         explore = explore or Schedule(budget=self.budget).settled
         count = block_count = None
         if budget is not None:
@@ -218,8 +246,7 @@ class Encoder(nn.Module):
         x = self.embeddings(input_ids, keep, token_types)
         routings, block_routings, hidden, weights = [], [], [x], []
         for i, layer in enumerate(self.layers):
-            call = layer if run_layer is None else (lambda *args, layer=layer, **kw: run_layer(layer, *args, **kw))
-            x, routing, block_routing, layer_weights = call(
+            x, routing, block_routing, layer_weights = layer(
                 x,
                 keep,
                 explore=explore,

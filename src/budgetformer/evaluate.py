@@ -53,7 +53,7 @@ def evaluate(predictor: Predictor, rows: "Rows", *, progress: Any = None) -> dic
             "threads": path.threads,
             "batch_tokens": engine.batch_tokens,
         },
-        **metrics.distributions(answers, labels, engine.labels),
+        **metrics.distributions(answers, labels, engine.labels, metrics.spent(done, engine.weights.budget)),
         **(_gap(engine, tokens, labels, answers) if _routed(predictor) else {}),
     }
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from budgetformer.config import EncoderConfig
+from budgetformer.config import BudgetConfig, EncoderConfig, names_units
 from budgetformer.errors import ModelFolderError
 from budgetformer.outputs import MODEL_TYPE, write_aside
 
@@ -210,6 +210,13 @@ def _check_sizes(config: dict[str, Any], path: Path) -> dict[str, int]:
     if sizes["hidden_size"] % sizes["num_heads"]:
         heads, width = sizes["num_heads"], sizes["hidden_size"]
         raise ModelFolderError(f"{path}: {heads} heads do not divide the width {width}; restore the file")
+    blocks = _size((router or {}).get("ffn_blocks", BudgetConfig().ffn_blocks), "ffn_blocks", 1, MAX_ROUTER, path)
+    for name, units in (("kept_heads", sizes["num_heads"]), ("kept_blocks", blocks)):
+        kept, layers = config.get(name), sizes["num_layers"]
+        if not names_units(kept, layers, units):
+            raise ModelFolderError(f"{path}: {name} does not name units of {layers} layers; restore the file")
+        sizes[name] = layers * units if kept is None else sum(map(len, kept))
+    sizes["ffn_blocks"] = blocks
     labels = config.get("id2label")
     if labels is not None and not isinstance(labels, dict):
         raise ModelFolderError(f"{path}: id2label is not a table of names; restore the file")
@@ -229,7 +236,9 @@ def _weights_at_least(sizes: dict[str, int]) -> int:
     """A lower bound of the numbers that the model needs: what is built before a weight is read must not be more."""
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     tables = (sizes["vocab_size"] + sizes["max_positions"]) * sizes.get("embedding_size", width)
-    return tables + sizes["num_layers"] * (4 * width**2 + 2 * width * inner) + sizes.get("num_labels", 0) * width
+    heads = sizes["kept_heads"] * 4 * width * (width // sizes["num_heads"])
+    neurons = sizes["kept_blocks"] * 2 * width * (inner // sizes["ffn_blocks"])
+    return tables + heads + neurons + sizes.get("num_labels", 0) * width
 
 
 def _parse_object(content: bytes, path: Path) -> dict[str, Any]:

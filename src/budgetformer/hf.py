@@ -13,13 +13,14 @@ from transformers import (
     PreTrainedModel,
     initialization,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 from transformers.utils.generic import ModelOutput
 
 from budgetformer import flops, losses
 from budgetformer.attention import BudgetedMultiheadAttention
 from budgetformer.config import MULTI_LABEL, BudgetConfig, EncoderConfig, known_fields
-from budgetformer.encoder import Classifier, Encoder, EncoderOutput
+from budgetformer.encoder import Classifier, Encoder, EncoderLayer, EncoderOutput
 from budgetformer.errors import ModelFolderError, UsageError
 from budgetformer.router import Router, margins
 from budgetformer.schedule import Schedule
@@ -133,7 +134,7 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "budgetformer"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["EncoderLayer"]  # noqa: RUF012
+    _no_split_modules = ["BudgetFormerLayer"]  # noqa: RUF012
     # The loss is a mean over the batch, so Trainer need not hand over the number of items.
     accepts_loss_kwargs = False
 
@@ -165,13 +166,16 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
                 module.reset_parameters()
 
 
+class BudgetFormerLayer(GradientCheckpointingLayer, EncoderLayer):
+    """A layer that transformers can run again instead of keeping what it computed."""
+
+
 class BudgetFormerModel(BudgetFormerPreTrainedModel):
     """The encoder without a classifier."""
 
     def __init__(self, config: BudgetFormerConfig):
         super().__init__(config)
-        self.encoder = Encoder(config.encoder_config, config.budget_config)
-        self.gradient_checkpointing = False
+        self.encoder = Encoder(config.encoder_config, config.budget_config, BudgetFormerLayer)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -184,27 +188,24 @@ class BudgetFormerModel(BudgetFormerPreTrainedModel):
 
     def encode(self, input_ids: Tensor, keep: Tensor, token_type_ids: Tensor | None, **options: Any) -> EncoderOutput:
         """The core encoder's output."""
-        saving = self.gradient_checkpointing and self.training
-        run_layer = self._run_layer_again if saving else None
-        return self.encoder(input_ids, keep, token_type_ids, run_layer=run_layer, **options)
-
-    def _run_layer_again(self, layer: nn.Module, *args: Any, **kw: Any) -> Any:
-        return self._gradient_checkpointing_func(layer.__call__, *args, **kw)
+        return self.encoder(input_ids, keep, token_type_ids, **options)
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         *,
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
         blocks: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BudgetFormerOutput | tuple:
-        """Hidden states; `budget` as in `Encoder.forward`."""
+        """Hidden states; `budget` as in `Encoder.forward`. inputs_embeds: as in `inputs_of`."""
+        input_ids = inputs_of(input_ids, inputs_embeds)
         out = self.encode(
             input_ids,
             keep_of(input_ids, attention_mask),
@@ -245,7 +246,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
@@ -256,6 +257,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         budget: float | Tensor | None = None,
         gates: Tensor | None = None,
         blocks: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -266,6 +268,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         twin's answer, to be distilled; teacher_states (batch, width): its pooled last states. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
         `Encoder.forward`.
         """
+        input_ids = inputs_of(input_ids, inputs_embeds)
         keep = keep_of(input_ids, attention_mask)
         budget_config = self.config.budget_config
         if budget is None and not budget_config.routes:
@@ -440,14 +443,21 @@ class BudgetSchedule(TrainerCallback):
         model.progress = 1.0
 
 
+def inputs_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Token ids (batch, token), or in their place a caller's own word vectors (batch, token, width of the table)."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise UsageError("input_ids and inputs_embeds: give one of them, and not both")
+    return input_ids if inputs_embeds is None else inputs_embeds  # pyright: ignore[reportReturnType]
+
+
 def keep_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Real tokens as True, (batch, token); a row without any is refused."""
+    shape = input_ids.shape[:2]
     if attention_mask is None:
-        return torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask.shape != input_ids.shape:
+        return torch.ones(shape, dtype=torch.bool, device=input_ids.device)
+    if attention_mask.shape != shape:
         raise UsageError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "
-            "they must be equal"
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, input_ids {tuple(shape)}: they must be equal"
         )
     keep = attention_mask.bool()
     empty = (~keep.any(1)).nonzero()[:, 0]

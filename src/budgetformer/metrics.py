@@ -5,6 +5,7 @@ Of a model in torch, as training has it; `evaluate.py` asks the engine and takes
 
 import ctypes
 import gc
+import math
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from budgetformer import flops
 from budgetformer.config import BudgetConfig
+from budgetformer.diagnostics import diagnose
 from budgetformer.router import Router
 from budgetformer.text import Encoded, collator, length_batches
 
@@ -26,7 +28,7 @@ from budgetformer.text import Encoded, collator, length_batches
 class Predictions:
     """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,).
 
-    blocks (rows, layer, block) where feed-forward blocks have a budget.
+    blocks (rows, layer, block) where feed-forward blocks have a budget. pooled (rows, width): what the classifier saw.
     """
 
     logits: Tensor
@@ -36,6 +38,7 @@ class Predictions:
     seconds: float
     peak_memory_mb: float | None
     blocks: Tensor | None = None
+    pooled: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -46,7 +49,7 @@ def predict(
     device = next(model.parameters()).device
     collate = collator(model.config.pad_token_id or 0)
     batches = length_batches(encoded.lengths, batch_size)
-    logits, gates, blocks, wanted = [], [], [], []
+    logits, gates, blocks, wanted, pooled = [], [], [], [], []
     with peak_memory(device) as peak:
         start = time.perf_counter()
         for rows in batches:
@@ -58,6 +61,7 @@ def predict(
             if out.blocks is not None:
                 blocks.append(out.blocks.cpu())
             wanted.append(out.wanted.float().cpu())
+            pooled.append(out.pooled.float().cpu())
             if progress is not None:
                 progress(len(rows))
         seconds = time.perf_counter() - start
@@ -70,6 +74,7 @@ def predict(
         seconds,
         peak.megabytes,
         torch.cat(blocks)[back] if blocks else None,
+        torch.cat(pooled)[back],
     )
 
 
@@ -89,12 +94,13 @@ def evaluate(
     config = model.config
     result: dict[str, Any] = {"rows": len(encoded), "truncated": encoded.truncated}
     result |= scores(answers.logits, labels)
-    result |= costs(answers, config)
+    done = work(answers, config)
+    result |= costs_of(answers, done, config.budget_config)
     result["seconds_per_1000"] = 1000 * answers.seconds / len(encoded)
     result["peak_memory_mb"] = answers.peak_memory_mb
     if details:
         names = [config.id2label[i] for i in range(config.num_labels)]
-        result |= distributions(answers, labels, names)
+        result |= distributions(answers, labels, names, spent(done, config.budget_config))
         result |= soft_hard_gap(model, encoded, answers.logits, labels, batch_size=batch_size)
     return result
 
@@ -143,10 +149,12 @@ def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> di
     share = answers.gates.mean((1, 2))
     ran, every = done.units(budget)
     blocks = {} if answers.blocks is None else {"block_share": float(answers.blocks.mean())}
+    again = flops.again(answers.gates).float().mean()
     return {
         "units_flops_share": float(ran.sum() / every.sum()),
-        "units_flops_share_std": float(np.asarray(ran / every).std()),
+        "units_flops_share_std": float(spent(done, budget).std()),
         **blocks,
+        **({"answered_again": float(again)} if again > 0 else {}),
         "head_share": float(share.mean()),
         "head_share_std": float(share.std(correction=0)),
         "attention_flops_share": float(done.attention.sum() / done.attention_dense.sum()),
@@ -156,23 +164,34 @@ def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> di
     }
 
 
-def distributions(answers: Predictions, labels: Sequence[Any], names: list[str]) -> dict[str, Any]:
-    """Where the heads went: by layer, by head, by class, and the histogram over inputs."""
-    share = answers.gates.mean((1, 2)).numpy()
-    counts, edges = np.histogram(share, bins=20, range=(0.0, 1.0))
+def spent(done: flops.Work, budget: BudgetConfig) -> np.ndarray:
+    """The share of the units' FLOPs that each input ran, (rows,); above 1 where it was answered twice."""
+    ran, every = done.units(budget)
+    return np.asarray(ran / every)
+
+
+def distributions(answers: Predictions, labels: Sequence[Any], names: list[str], share: np.ndarray) -> dict[str, Any]:
+    """Where the units went: by layer, by class, and the histogram over inputs of `share` (rows,), what each has spent
+    of the units' FLOPs; and what `diagnostics` finds in the answers.
+
+    heads_by_layer and heads_by_class, blocks_by_layer and blocks_by_class: how often a unit ran, per input.
+    """
     truth = np.asarray(labels)
-    by_class = {}
+    rows = {}
     for i, name in enumerate(names):
-        rows = torch.as_tensor(truth[:, i] > 0 if truth.ndim == 2 else truth == i)
-        if rows.any():
-            by_class[name] = _rounded(answers.gates[rows].mean(0))
-    return {
-        "shares_by_layer": _rounded(answers.gates.mean((0, 2))),
-        **({} if answers.blocks is None else {"block_shares_by_layer": _rounded(answers.blocks.mean((0, 2)))}),
-        "heads_by_layer": _rounded(answers.gates.mean(0)),
-        "heads_by_class": by_class,
-        "share_histogram": {"edges": [round(float(e), 4) for e in edges], "counts": counts.tolist()},
-    }
+        own = torch.as_tensor(truth[:, i] > 0 if truth.ndim == 2 else truth == i)
+        if own.any():
+            rows[name] = own
+    kinds = {"heads": answers.gates, **({} if answers.blocks is None else {"blocks": answers.blocks})}
+    found: dict[str, Any] = {}
+    for kind, ran in kinds.items():
+        found["shares_by_layer" if kind == "heads" else "block_shares_by_layer"] = _rounded(ran.mean((0, 2)))
+        found[f"{kind}_by_layer"] = _rounded(ran.mean(0))
+        found[f"{kind}_by_class"] = {name: _rounded(ran[own].mean(0)) for name, own in rows.items()}
+    bins = max(20, math.ceil(round(20 * float(share.max()), 6)))  # of 5 points each
+    counts, edges = np.histogram(share, bins=bins, range=(0.0, bins / 20))
+    found["share_histogram"] = {"edges": [round(float(e), 4) for e in edges], "counts": counts.tolist()}
+    return found | diagnose(answers.logits.numpy(), labels, names, share, answers.tokens.numpy())
 
 
 def _rounded(values: Tensor) -> list:

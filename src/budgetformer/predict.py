@@ -175,19 +175,25 @@ class Predictor:
         if isinstance(tokens, str):
             raise UsageError(f"text: {tokens}")
         answers = self.engine.answer([tokens], budget=self.budget, margin=self.margin)
-        gates = answers.output.gates
-        done = counted(self.engine, np.array([len(tokens)]), gates, answers.output.blocks)
+        gates, blocks = answers.output.gates, answers.output.blocks
+        done = counted(self.engine, np.array([len(tokens)]), gates, blocks)
+        ran, every = done.units(self.engine.weights.budget)
+        again = int(flops.again(gates)[0])
         named = self.budget if self.budget is not None else self.engine.budget
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",
             tokens=len(tokens),
             labels=self.engine.labels,
             probabilities=answers.probabilities[0].tolist(),
-            # A named budget is not the controllers' wish: then what each layer was given is its budget.
-            wanted=(answers.output.wanted[0] if named is None else gates[0].mean(-1)).tolist(),
+            # A named budget is not the controllers' wish: then what each layer was given is its budget. So it is for
+            # blocks, whose wish no path tells; it is the same but for rounding to whole units.
+            wanted=(answers.output.wanted[0] if named is None else gates[0].mean(-1) - again).tolist(),
             gates=gates[0].tolist(),
             head_share=float(answers.head_share[0]),
             flops_share=float(done.total[0] / done.total_dense[0]),
+            units_share=None if blocks is None else float(ran[0] / every[0]),
+            blocks=None if blocks is None else blocks[0].tolist(),
+            blocks_wanted=None if blocks is None else (blocks[0].mean(-1) - again).tolist(),
         )
 
 

@@ -35,7 +35,7 @@ def pool(x: Float[Tensor, "batch token width"], keep: Bool[Tensor, "batch token"
         return mean
     if view == "mean+first":
         first = keep.int().argmax(1)  # with padding on the left the first real token is not at 0
-        return torch.cat([mean, x[torch.arange(len(x), device=x.device), first]], dim=-1)
+        return torch.cat([mean, x[torch.arange(x.shape[0], device=x.device), first]], dim=-1)
     highest = x.masked_fill(~real, -math.inf).amax(1)
     return torch.cat([mean, highest.masked_fill(~keep.any(1, keepdim=True), 0.0)], dim=-1)
 
@@ -50,6 +50,7 @@ class Router(nn.Module):
         super().__init__()
         self.units = units
         self.budget = budget
+        self.kept: list[int] | None = None  # the units that are left, where others were cut for good
         seen = width if budget.view == "mean" else 2 * width
         self.controller = nn.Sequential(
             nn.Linear(seen, budget.router_hidden), nn.GELU(), nn.Linear(budget.router_hidden, 1)
@@ -90,12 +91,28 @@ class Router(nn.Module):
         scores = self.scorer(pooled)
         scores = scores - scores.mean(-1, keepdim=True)
         if count is not None:
-            chosen = estimators.top_units(scores, count.clamp(lowest, self.units))
-            gates = chosen.to(scores.dtype)
-            return Routing(share, scores, gates, chosen, gates.mean(-1))
-        decide = estimators.BY_NAME[self.budget.estimator]
-        decided = decide(scores, wanted, explore=explore, training=self.training, min_units=lowest)
+            decided = _hard(estimators.top_units(scores, count.clamp(lowest, self.units)), scores)
+        else:
+            decide = estimators.BY_NAME[self.budget.estimator]
+            decided = decide(scores, wanted, explore=explore, training=self.training, min_units=lowest)
+        if self.kept is not None:  # how many is as before; which, is among those left
+            left = self.left(torch.ones_like(decided.chosen))
+            count = decided.chosen.sum(-1)
+            decided = _hard(estimators.top_units(scores.masked_fill(~left, -math.inf), count) & left, scores)
         return Routing(share, scores, decided.value, decided.chosen, decided.cost)
+
+    def left(self, gates: Tensor) -> Tensor:
+        """Gates (batch, units) without those of units that were cut."""
+        if self.kept is None:
+            return gates
+        only = torch.zeros_like(gates)
+        only[:, self.kept] = gates[:, self.kept]
+        return only
+
+
+def _hard(chosen: Tensor, scores: Tensor) -> estimators.Gates:
+    gates = chosen.to(scores.dtype)
+    return estimators.Gates(gates, chosen, gates.mean(-1))
 
 
 def shares_of(

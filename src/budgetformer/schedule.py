@@ -33,11 +33,11 @@ class Schedule:
         return Exploration(
             tau=max(b.tau_end, b.tau_start * (1.0 - progress) ** 2),
             noise=b.noise * noisy,
-            target=b.target + (1.0 - b.target) * remaining,
+            target=b.first_target + (1.0 - b.first_target) * remaining,
             sample=noisy > 0.0,
         )
 
     @property
     def settled(self) -> Exploration:
         """Exploitation: what use (evaluation, prediction) sees."""
-        return Exploration(tau=self.budget.tau_end, noise=0.0, target=self.budget.target, sample=False)
+        return Exploration(tau=self.budget.tau_end, noise=0.0, target=self.budget.first_target, sample=False)

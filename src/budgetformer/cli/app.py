@@ -1,4 +1,4 @@
-"""The command line: `train`, `evaluate`, `predict`, `inspect`, `tune`, `convert` and `env`.
+"""The command line: a verb for each thing that can be done, `train`, `predict`, `export` and the others.
 
 Options are made from the settings classes; each verb imports what it needs inside itself, so that `--help` loads
 neither torch nor transformers. Results go to stdout, notes and progress to stderr.
@@ -17,13 +17,17 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from budgetformer.cli import folders, verbs
+from budgetformer.cli import exporting, folders, reporting, serving, verbs
 from budgetformer.errors import BudgetFormerError
 from budgetformer.settings import (
+    CalibrateSettings,
     ConvertSettings,
     EvaluateSettings,
+    ExportSettings,
     InspectSettings,
     PredictSettings,
+    ReportSettings,
+    ServeSettings,
     TrainSettings,
     TuneSettings,
     resolve,
@@ -205,6 +209,7 @@ def _literal(text: str) -> str:
 
 
 _TEXTS = typer.Argument(help="Texts to classify.", metavar="TEXT", show_default=False)
+_RUNS = typer.Argument(help="Folders that train wrote.", metavar="RUN_DIR", show_default=False)
 _add(
     "train",
     TrainSettings,
@@ -242,12 +247,41 @@ _add(
     example="budgetformer tune --model runs/demo --data demo --max-accuracy-loss 0.01",
 )
 _add(
+    "calibrate",
+    CalibrateSettings,
+    folders.calibrate,
+    help="Choose the cheapest way of answering that provably gives the full model's labels, for --budget calibrated.",
+    example="budgetformer calibrate --model runs/demo --data demo --agree 0.99 --confidence 0.95",
+)
+_add(
+    "report",
+    ReportSettings,
+    reporting.report,
+    help="Write one page of one run or several: tables, curves, maps of what ran, confusions, calibration.",
+    example="budgetformer report runs/demo runs/demo-quick --output report.html",
+    extra=[_keyword("runs", list[str] | None, _RUNS)],
+)
+_add(
     "convert",
     ConvertSettings,
     folders.convert,
     help="Turn a dense checkpoint of the BERT family into a model folder, all heads on; with --dtype, a trained model "
     "into one that answers in int8 or bf16.",
     example="budgetformer convert --from demo --output-dir runs/converted",
+)
+_add(
+    "export",
+    ExportSettings,
+    exporting.export,
+    help="Write a trained model as an ONNX graph, or without the units that your texts never use.",
+    example="budgetformer export --model runs/demo --format onnx --output-dir runs/demo-onnx",
+)
+_add(
+    "serve",
+    ServeSettings,
+    serving.serve,
+    help="Answer over HTTP, and show a page with what each text activates.",
+    example="budgetformer serve --model runs/demo --port 8000 --budget 0.2:1.0",
 )
 
 

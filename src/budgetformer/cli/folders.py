@@ -12,7 +12,7 @@ from budgetformer.cli.reading import reading
 from budgetformer.cli.speaking import echo_unless, quieten_libraries, say_bad, say_columns, show
 from budgetformer.errors import BudgetFormerError, DataError, UsageError
 from budgetformer.outputs import MODEL_TYPE, check_output_folder, clear_output_folder
-from budgetformer.settings import ConvertSettings, TuneSettings, locate_model
+from budgetformer.settings import CalibrateSettings, ConvertSettings, ExportSettings, TuneSettings, locate_model
 
 if TYPE_CHECKING:
     from budgetformer.data import Rows
@@ -31,7 +31,7 @@ def convert(settings: ConvertSettings, sources: Sources) -> int:
         quieten_libraries()
         from budgetformer.convert import convert_checkpoint
 
-        with _made_aside(settings) as folder:
+        with made_aside(settings) as folder:
             report = convert_checkpoint(source, folder)
     report["output"] = settings.output_dir
     if settings.json:
@@ -53,8 +53,8 @@ def _with_dtype(settings: ConvertSettings, source: Path, dtype: str) -> dict[str
     if source.resolve().is_relative_to(Path(settings.output_dir).resolve()):
         raise UsageError(f"output folder {settings.output_dir}: holds the model to convert; give another --output-dir")
     engine = Engine.load(source, dtype="fp32")
-    rows = _usable(settings, settings.check or "", require_labels=False)
-    texts, pairs = _texts(rows)
+    rows = usable(settings, settings.check or "", require_labels=False)
+    texts, pairs = texts_of(rows)
     found = check_dtype(engine, tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length), dtype)
     agreement, asked = found["agreement"], settings.min_agreement
     if agreement < asked:
@@ -62,7 +62,7 @@ def _with_dtype(settings: ConvertSettings, source: Path, dtype: str) -> dict[str
             f"{dtype}: {100 * agreement:.2f} % of {len(texts):,} texts keep their label, {100 * asked:g} % must, and "
             f"nothing was written; use {'bf16' if dtype == 'int8' else 'fp32'}, or lower --min-agreement"
         )
-    with _made_aside(settings) as folder:
+    with made_aside(settings) as folder:
         folder.mkdir()
         # The model and the papers of its training; the dense twin and the checkpoints beside it stay where they are.
         for path in source.iterdir():
@@ -86,7 +86,7 @@ def _refuse_dense(source: Path, dtype: str) -> None:
 
 
 @contextmanager
-def _made_aside(settings: ConvertSettings) -> Iterator[Path]:
+def made_aside(settings: ConvertSettings | ExportSettings) -> Iterator[Path]:
     """Give the name of a folder to make; it becomes the output when it is done, and a failure costs nothing."""
     output = Path(settings.output_dir)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -99,25 +99,15 @@ def _made_aside(settings: ConvertSettings) -> Iterator[Path]:
 def tune(settings: TuneSettings, sources: Sources) -> int:
     """Find the budget for a time or an accuracy, and keep the curve in the model folder."""
     from budgetformer import report
-    from budgetformer.engine.engine import Engine
     from budgetformer.engine.tuning import tune as pick
 
     if settings.data == "-":
         raise UsageError("data is '-', which cannot be read twice; give --data FILE")
-    echo = echo_unless(settings.quiet)
-    engine = Engine.load(
-        settings.model,
-        dtype=settings.dtype,
-        path=settings.path,
-        threads=settings.threads,
-        max_length=settings.max_length,
-        batch_tokens=settings.batch_tokens,
-    )
-    echo(engine.note)
-    rows = _usable(settings, settings.data, require_labels=settings.labels and _labelled(settings))
+    engine = _loaded(settings)
+    rows = usable(settings, settings.data, require_labels=settings.labels and _labelled(settings))
     if len(rows) > settings.limit:
         rows = rows.at([i * len(rows) // settings.limit for i in range(settings.limit)])
-    texts, pairs = _texts(rows)
+    texts, pairs = texts_of(rows)
     budget = pick(
         engine,
         texts,
@@ -136,6 +126,42 @@ def tune(settings: TuneSettings, sources: Sources) -> int:
     return 0
 
 
+def calibrate(settings: CalibrateSettings, sources: Sources) -> int:
+    """Choose the cheapest way of answering that keeps the promise, and keep it in the model folder."""
+    from budgetformer import report
+    from budgetformer.engine.calibrating import calibrate as choose
+
+    engine = _loaded(settings)
+    texts, pairs = texts_of(usable(settings, settings.data, require_labels=False))
+    found = choose(engine, texts, pairs, agree=settings.agree, confidence=settings.confidence)
+    if settings.json:
+        show(asdict(found))
+        return 0
+    show(report.ways(found))
+    promise = f"at least {100 * found.agree:g} % agreement with {100 * found.confidence:g} % confidence"
+    use = f"use --budget calibrated: {promise}, on texts like these"
+    if found.way.budget == 1.0:
+        use = f"nothing cheaper than the full model can be promised {promise}, so it is the choice"
+    print(f"\n{use}; kept in {settings.model}")
+    return 0
+
+
+def _loaded(settings: CalibrateSettings | TuneSettings) -> "Engine":
+    """The engine that the settings name; a note says what computes."""
+    from budgetformer.engine.engine import Engine
+
+    engine = Engine.load(
+        settings.model,
+        dtype=settings.dtype,
+        path=settings.path,
+        threads=settings.threads,
+        max_length=settings.max_length,
+        batch_tokens=settings.batch_tokens,
+    )
+    echo_unless(settings.quiet)(engine.note)
+    return engine
+
+
 def _labelled(settings: TuneSettings) -> bool:
     from budgetformer.data import has_labels
 
@@ -145,7 +171,9 @@ def _labelled(settings: TuneSettings) -> bool:
     return has_labels(settings.data, **{name: options[name] for name in ("encoding", "delimiter", "split")})
 
 
-def _usable(settings: ConvertSettings | TuneSettings, source: str, *, require_labels: bool) -> "Rows":
+def usable(
+    settings: CalibrateSettings | ConvertSettings | ExportSettings | TuneSettings, source: str, *, require_labels: bool
+) -> "Rows":
     """The rows of a source that can be used, and a note on the others."""
     from budgetformer.data import read_rows
 
@@ -161,7 +189,8 @@ def _usable(settings: ConvertSettings | TuneSettings, source: str, *, require_la
     return good
 
 
-def _texts(rows: "Rows") -> tuple[list[str], list[str] | None]:
+def texts_of(rows: "Rows") -> tuple[list[str], list[str] | None]:
+    """The texts of usable rows, and their pairs where there are any."""
     return [text or "" for text in rows.texts], None if rows.pairs is None else [pair or "" for pair in rows.pairs]
 
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from budgetformer.engine import Engine
 
 # Settings that change no answer, and those that are told in another way.
-FREE = ("model", "input", "output", "format", "overwrite", "resume", "quiet", "threads", "dtype", "path", "max_length")
+FREE = (
+    *("model", "input", "output", "format", "overwrite", "resume", "quiet", "threads", "dtype", "path", "max_length"),
+    *("engine", "workers"),
+)
 
 
 def identity(settings: PredictSettings, engine: "Engine", texts: Sequence[str] | None, format: str) -> dict[str, Any]:
@@ -79,10 +82,10 @@ def open_partial(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, about = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.partial.json")
     with partial.open("ab") as file:
-        _lock(file, partial)
+        lock(file, partial)
         rows = end = 0
         if resume and file.tell():
-            _compare(about, run)
+            compare(about, run)
             rows, end = _whole(partial, format, window)
             echo(f"{path.name}: going on after {rows:,} rows")
         elif resume:
@@ -125,7 +128,7 @@ def _writer(file: BinaryIO, format: str, rows: int, *, header: bool = True) -> t
     return write, lambda: written
 
 
-def _lock(file: BinaryIO, partial: Path) -> None:
+def lock(file: BinaryIO, partial: Path) -> None:
     """Keep other runs away for as long as the file is open; where there are no such locks, nothing is kept away."""
     try:
         import fcntl
@@ -141,7 +144,8 @@ def _lock(file: BinaryIO, partial: Path) -> None:
     raise UsageError(f"{partial}: another run is writing it; wait for its end, or give another --output")
 
 
-def _compare(about: Path, run: dict[str, Any] | None) -> None:
+def compare(about: Path, run: dict[str, Any] | None) -> None:
+    """Refuse to go on with what another run left; `about` is where it was written down."""
     remedy = "give what it was given, or leave --resume out to begin anew"
     try:
         before = json.loads(about.read_bytes())

@@ -1,8 +1,9 @@
 """What the verbs that train and use a model do with their settings; every function returns the exit code."""
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def evaluate(settings: EvaluateSettings, sources: Sources) -> int:
 
     if settings.bad_rows is not None:
         check_output_file(settings.bad_rows, overwrite=settings.overwrite)
-    predictor = _predictor(settings)
+    predictor = predictor_for(settings)
     echo = echo_unless(settings.quiet)
     options = reading(settings, settings.data)
     rows = read_rows(settings.data, require_labels=True, label_column=settings.label_column, **options)
@@ -66,6 +67,10 @@ def evaluate(settings: EvaluateSettings, sources: Sources) -> int:
 
 def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | None = None) -> int:
     """Classify the rows of a source, or texts from the command line."""
+    if settings.engine == "ray":
+        from budgetformer.cli import many
+
+        return many.predict(settings, texts)
     from budgetformer.cli.writers import format_of
 
     if bool(texts) == (settings.input is not None):
@@ -80,14 +85,14 @@ def predict(settings: PredictSettings, sources: Sources, texts: Sequence[str] | 
         check_output_file(settings.output, overwrite=settings.overwrite)
         if settings.input is not None and _same_file(settings.input, settings.output):
             raise UsageError(f"output is {settings.output!r}, the input itself; give another --output")
-    predictor = _predictor(settings)
+    predictor = predictor_for(settings)
     echo = echo_unless(settings.quiet)
     rows_seen = failed = cut = 0
     with (
         _open(settings, predictor, texts, form) as (write, answered),
         progress_bar(settings.quiet or settings.output == "-") as step,
     ):
-        for rows in _windows(settings, texts):
+        for rows in windows(settings, texts):
             if rows_seen == 0 and not texts:
                 say_columns(rows, echo)
             if rows_seen < answered:
@@ -115,7 +120,7 @@ def inspect(settings: InspectSettings, sources: Sources) -> int:
 
     if settings.png is not None:
         check_output_file(settings.png, overwrite=settings.overwrite)
-    predictor = _predictor(settings)
+    predictor = predictor_for(settings)
     inspection = predictor.inspect(settings.text, settings.pair)
     if settings.png is not None:
         with write_aside(settings.png) as path:
@@ -129,7 +134,7 @@ def inspect(settings: InspectSettings, sources: Sources) -> int:
     return 0
 
 
-def _predictor(settings: EvaluateSettings | PredictSettings | InspectSettings) -> "Predictor":
+def predictor_for(settings: EvaluateSettings | PredictSettings | InspectSettings) -> "Predictor":
     """The model that the settings name, ready for use; a note says what computes it."""
     from budgetformer.predict import Predictor
 
@@ -138,17 +143,32 @@ def _predictor(settings: EvaluateSettings | PredictSettings | InspectSettings) -
         options |= {"batch_tokens": settings.batch_tokens, "label_separator": settings.label_separator}
     if isinstance(settings, PredictSettings):
         options["top"] = settings.top
+    calibrated = isinstance(settings.budget, str)
+    if calibrated and settings.margin is not None:
+        raise UsageError("budget is 'calibrated', which has a margin of its own; leave --margin out")
     predictor = Predictor.load(
         settings.model,
-        budget=settings.budget,
+        budget=None if isinstance(settings.budget, str) else settings.budget,
+        margin=settings.margin,
         max_length=settings.max_length,
         dtype=settings.dtype,
         path=settings.path,
         threads=settings.threads,
         **options,
     )
-    echo_unless(settings.quiet)(predictor.engine.note)
-    return predictor
+    echo = echo_unless(settings.quiet)
+    echo(predictor.engine.note)
+    return _calibrated(predictor, echo) if calibrated else predictor
+
+
+def _calibrated(predictor: "Predictor", echo: Callable[[str], None]) -> "Predictor":
+    """The same model, answering in the way that was calibrated; a note where the promise does not reach."""
+    engine = predictor.engine
+    found = engine.saved.promised()
+    note = found.beyond(engine.path.dtype, engine.max_length)
+    if note is not None:
+        echo(note)
+    return dataclasses.replace(predictor, budget=found.way.budget, margin=found.way.margin)
 
 
 def _check_resume(settings: PredictSettings, form: str) -> None:
@@ -169,6 +189,7 @@ def _open(
     if settings.output == "-" or form == "parquet":
         opened = writers.open_stdout(form) if settings.output == "-" else writers.open_parquet(settings.output)
         return _from_the_start(opened)
+    settings = dataclasses.replace(settings, budget=predictor.budget, margin=predictor.margin)  # what they stand for
     run = None if settings.input == "-" else partial.identity(settings, predictor.engine, texts, form)
     echo = echo_unless(settings.quiet)
     return partial.open_partial(settings.output, form, run, window=WINDOW, resume=settings.resume, echo=echo)
@@ -180,7 +201,8 @@ def _from_the_start(opened: "contextlib.AbstractContextManager[Write]") -> "Iter
         yield write, 0
 
 
-def _windows(settings: PredictSettings, texts: Sequence[str] | None) -> "Iterator[Rows]":
+def windows(settings: PredictSettings, texts: Sequence[str] | None) -> "Iterator[Rows]":
+    """The rows of `settings.input`, or the texts, so many at a time."""
     from budgetformer.data import BadRow, Rows, iter_rows
 
     if not texts:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from budgetformer.config import ACTIVATIONS, DTYPES
-from budgetformer.engine.packed import Output, Packed, checked
+from budgetformer.engine.packed import Output, Packed, checked, left
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import BudgetFormerError, UsageError
 
@@ -24,7 +24,7 @@ VIEWS = {"mean": 0, "mean+first": 1, "mean+max": 2}
 KERNEL_ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "silu": 3, "tanh": 4}
 assert set(KERNEL_ACTIVATIONS) == set(ACTIVATIONS)
 
-INTERFACE = 2  # of kernels/api.cpp
+INTERFACE = 3  # of kernels/api.cpp
 _POINTER = ctypes.c_void_p
 
 
@@ -156,6 +156,10 @@ class NativePath:
         # Not at the interpreter's end: a daemon thread may still be at work then, and the system frees all anyway.
         self._free.atexit = False
         tensors = {key: np.ascontiguousarray(tensor, np.float32) for key, tensor in weights.tensors.items()}
+        for name, kept, units in (("heads", e.kept_heads, e.num_heads), ("blocks", e.kept_blocks, budget.blocks)):
+            if kept is not None:
+                rows = left(kept, e.num_layers, units).astype(np.float32)
+                tensors |= {f"layers.{i}.kept_{name}": row for i, row in enumerate(rows)}
         for key, tensor in tensors.items():
             self._checked(lib.bf_set(self._handle, key.encode(), tensor.ctypes.data, tensor.size))
         self._checked(lib.bf_build(self._handle))
@@ -190,7 +194,7 @@ class NativePath:
         cut = self._budget.blocks if call.blocks is None else call.blocks.shape[-1]
         ran = call.blocks
         if ran is None and cut > 1:  # written by the routers, or, where none decides, all of them
-            ran = np.ones((size, layers, cut), np.uint8)
+            ran = np.tile(left(self._encoder.kept_blocks, layers, cut).astype(np.uint8), (size, 1, 1))
         chosen = np.empty((size, layers, heads), np.uint8)
         wanted = np.empty((size, layers), np.float32)
         logits = np.empty((size, self._labels), np.float32)

@@ -188,12 +188,14 @@ def checked(
     on = None if gates is None else np.not_equal(gates, 0)
     if on is not None:
         _check_shape("gates", on, (*layers, encoder.num_heads))
+        on &= left(encoder.kept_heads, encoder.num_layers, encoder.num_heads)
     running = None if blocks is None else np.not_equal(blocks, 0)
     if running is not None:
         cut = running.shape[-1] if running.ndim else 0
         _check_shape("blocks", running, (*layers, cut))
         if units > 1 and cut != units:
             raise UsageError(f"blocks has {cut} blocks a layer, the model has {units}")
+        running &= left(encoder.kept_blocks, encoder.num_layers, cut)
         if cut == 0 or encoder.intermediate_size % cut:
             raise UsageError(f"{cut} blocks do not divide the {encoder.intermediate_size} feed-forward neurons")
     return Call(
@@ -205,6 +207,13 @@ def checked(
         block_counts=None if block_counts is None else _as(block_counts.clip(0, units), np.int32),
         blocks=None if running is None else _as(running, np.uint8),
     )
+
+
+def left(kept: Sequence[Sequence[int]] | None, layers: int, units: int) -> np.ndarray:
+    """Which units are left, where others were cut for good: bool (layer, unit)."""
+    if kept is None:
+        return np.ones((layers, units), bool)
+    return np.array([np.isin(np.arange(units), names) for names in kept])
 
 
 def _as(array: np.ndarray, kind: Any) -> np.ndarray:

@@ -5,7 +5,7 @@ Slower than compiled kernels, and everywhere torch runs. The routers are the cor
 Legend: T tokens of all inputs, B inputs, H heads, D width of one head, W width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from budgetformer.encoder import ACTIVATIONS
-from budgetformer.engine.packed import Call, Output, Packed, checked
+from budgetformer.engine.packed import Call, Output, Packed, checked, left
 from budgetformer.engine.weights import Weights
 from budgetformer.errors import UsageError
 from budgetformer.router import Router, Routing
@@ -70,6 +70,15 @@ class _Layer:
     feed_forward: _Sublayer
     feed_forward_norm: _Norm
     finite: tuple[bool, bool]
+
+    def heads(self, chosen: np.ndarray) -> np.ndarray:
+        """Of gates (B, H), those of the heads that are left."""
+        return chosen if self.router.kept is None else chosen[:, self.router.kept]
+
+    def blocks(self, chosen: np.ndarray) -> np.ndarray:
+        """Of gates (B, blocks), those of the blocks that are left."""
+        kept = None if self.block_router is None else self.block_router.kept
+        return chosen if kept is None else chosen[:, kept]
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class TorchPath:
         self._tensors = {name: _tensor(array) for name, array in weights.tensors.items()}
         self._embeddings_norm = self._norm("embeddings.norm")
         self._last_norm = self._norm("norm") if weights.encoder.norm == "pre" else None
-        self._layers = [self._layer(f"layers.{i}.") for i in range(weights.encoder.num_layers)]
+        self._layers = [self._layer(i) for i in range(weights.encoder.num_layers)]
 
     def run(
         self,
@@ -164,10 +173,12 @@ class TorchPath:
         places = _Batch.of(np.diff(call.offsets))
         shape = (len(places.lengths), config.num_layers, config.num_heads)
         if gates is None and counts is None and not self.weights.budget.routes:
-            gates = np.ones(shape, np.uint8)
+            gates = np.tile(left(config.kept_heads, *shape[1:]).astype(np.uint8), (shape[0], 1, 1))
         units = self.weights.budget.blocks
         routed = units > 1 and on is None and (self.weights.budget.routes or call.block_counts is not None)
-        ran = np.ones((*shape[:2], units), np.uint8) if units > 1 and on is None else on
+        ran = on
+        if units > 1 and on is None:  # overwritten where routers decide
+            ran = np.tile(left(config.kept_blocks, shape[1], units).astype(np.uint8), (shape[0], 1, 1))
         chosen = np.zeros(shape, np.uint8) if gates is None else gates
         wanted = chosen.mean(2, dtype=np.float32)
         x = self._embed(call, places)
@@ -176,13 +187,13 @@ class TorchPath:
             if gates is None:
                 routing = self._route(layer.router, inner, places, None if counts is None else counts[:, i])
                 chosen[:, i], wanted[:, i] = routing.chosen.numpy(), routing.share.numpy()
-            x = x + self._sum(inner, places, layer.attention, chosen[:, i], layer.finite[0], self._attend)
+            x = x + self._sum(inner, places, layer.attention, layer.heads(chosen[:, i]), layer.finite[0], self._attend)
             x = x if config.norm == "pre" else layer.attention_norm(x)
             inner = layer.feed_forward_norm(x) if config.norm == "pre" else x
             if routed and layer.block_router is not None and ran is not None:
                 count = None if call.block_counts is None else call.block_counts[:, i]
                 ran[:, i] = self._route(layer.block_router, inner, places, count).chosen.numpy()
-            running = np.ones((shape[0], 1), np.uint8) if ran is None else ran[:, i]
+            running = np.ones((shape[0], 1), np.uint8) if ran is None else layer.blocks(ran[:, i])
             x = x + self._sum(inner, places, layer.feed_forward, running, layer.finite[1], self._feed_forward)
             x = x if config.norm == "pre" else layer.feed_forward_norm(x)
         x = x if self._last_norm is None else self._last_norm(x)
@@ -271,7 +282,8 @@ class TorchPath:
     def _norm(self, name: str) -> _Norm:
         return _Norm(self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"], self.weights.encoder.norm_eps)
 
-    def _layer(self, prefix: str) -> _Layer:
+    def _layer(self, i: int) -> _Layer:
+        prefix = f"layers.{i}."
         config, tensors = self.weights.encoder, self._tensors
 
         def sublayer(into: str, into_bias: str, out: str, parts: int) -> _Sublayer:
@@ -279,18 +291,19 @@ class TorchPath:
             a, b, c, d = (tensors[prefix + name].to(self._kind) for name in names)
             return _Sublayer(a, b, c, d, parts)
 
-        def router(place: str, units: int) -> Router:
+        def router(place: str, units: int, kept: Sequence[Sequence[int]] | None) -> Router:
             made = Router(config.hidden_size, units, self.weights.budget)
             state = {name.removeprefix(place): tensor for name, tensor in tensors.items() if name.startswith(place)}
             made.load_state_dict(state, assign=True)
+            made.kept = None if kept is None else list(kept[i])
             return made.eval()
 
         blocks = self.weights.budget.blocks
         attention = sublayer("attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj", 3)
         feed_forward = sublayer("feed_forward.up.weight", "feed_forward.up.bias", "feed_forward.down", 1)
         return _Layer(
-            router(f"{prefix}attention.router.", config.num_heads),
-            router(f"{prefix}feed_forward.router.", blocks) if blocks > 1 else None,
+            router(f"{prefix}attention.router.", config.num_heads, config.kept_heads),
+            router(f"{prefix}feed_forward.router.", blocks, config.kept_blocks) if blocks > 1 else None,
             attention,
             self._norm(f"{prefix}attention_norm"),
             feed_forward,

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from budgetformer.engine.counting import counted
 from budgetformer.engine.engine import Engine, choose
+from budgetformer.engine.packed import Output
 from budgetformer.engine.saved import Point, write_saved
 from budgetformer.errors import BudgetFormerError, UsageError
 from budgetformer.tokens import Tokens, tokenise
@@ -35,8 +37,9 @@ def tune(
     """Pick a budget on a sample, make it the engine's own, and keep the curve in the model folder.
 
     max_ms_per_text: the most accurate budget that takes no longer; of equally accurate ones the fastest.
-    max_accuracy_loss: the smallest budget that loses no more accuracy (a share, 0.01 is a point) than this against
-    every head on; without labels, agreement with every head on takes the place of accuracy. One of the two is given.
+    max_accuracy_loss: the budget that runs the smallest share of the units' FLOPs (heads, and feed-forward blocks where
+    they have a budget) and loses no more accuracy (a share, 0.01 is a point) than this against every unit on; without
+    labels, agreement with every unit on takes the place of accuracy. One of the two is given.
     The learned budget is measured beside the named ones, and may be the answer: then None is returned. labels: the name
     of each text's class, of a multi-label model the names of its classes.
 
@@ -56,7 +59,7 @@ def tune(
     tokens = tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length)
     points = measure(engine, tokens, truth, budgets)
     chosen = pick(points, max_ms_per_text, max_accuracy_loss)
-    engine.budget = chosen.budget
+    engine.budget, engine.margin = chosen.budget, None
     if save and engine.folder is not None:
         where = {
             "texts": len(texts),
@@ -94,22 +97,20 @@ def measure(
     named: list[float | None] = [*sorted(set(budgets) | {1.0})]
     if engine.weights.budget.routes:
         named = [None, *named]
-    held, engine.budget = engine.budget, None
-    try:
-        outputs = {budget: engine.forward(tokens, budget=budget) for budget in named}
-        seconds: dict[float | None, list[float]] = {budget: [] for budget in named}
-        for _ in range(ROUNDS):
-            for budget in named:
-                start = time.perf_counter()
-                engine.forward(tokens, budget=budget)
-                seconds[budget].append(time.perf_counter() - start)
-    finally:
-        engine.budget = held
+    plain = replace(engine, budget=None, margin=None)
+    outputs = {budget: plain.forward(tokens, budget=budget) for budget in named}
+    seconds: dict[float | None, list[float]] = {budget: [] for budget in named}
+    for _ in range(ROUNDS):
+        for budget in named:
+            start = time.perf_counter()
+            plain.forward(tokens, budget=budget)
+            seconds[budget].append(time.perf_counter() - start)
     answers = {budget: decided(output.logits, engine.multi_label) for budget, output in outputs.items()}
     return [
         Point(
             budget=budget,
             head_share=round(float(outputs[budget].gates.mean()), 4),
+            units_share=round(units_share(engine, tokens, outputs[budget]), 4),
             ms_per_text=round(1000 * statistics.median(seconds[budget]) / len(tokens), 5),
             agreement=round(agreement(answers[budget], answers[1.0]), 4),
             accuracy=None if truth is None else round(agreement(answers[budget], truth), 4),
@@ -136,11 +137,18 @@ def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_lo
     assert max_accuracy_loss is not None
     full = next(point for point in points if point.budget == 1.0)
     good = [point for point in points if quality(full) - quality(point) <= max_accuracy_loss + 1e-9]
-    return min(good, key=lambda point: (point.head_share, -quality(point)))  # `full` itself is good
+    return min(good, key=lambda point: (point.units_share, -quality(point)))  # `full` itself is good
 
 
 def _named(point: Point) -> str:
     return "the learned one" if point.budget is None else f"{point.budget:g}"
+
+
+def units_share(engine: Engine, tokens: Sequence[Tokens], output: Output) -> float:
+    """Counted FLOPs of the units that ran for all texts together, over those of all units that have a budget."""
+    done = counted(engine, np.array([len(one) for one in tokens]), output.gates, output.blocks)
+    ran, every = done.units(engine.weights.budget)
+    return float(ran.sum() / every.sum())
 
 
 def decided(logits: np.ndarray, multi_label: bool) -> np.ndarray:

@@ -77,21 +77,23 @@ def shapes(
         needed |= linear("embeddings.projection", width, narrow)
     for i in range(encoder.num_layers):
         layer = f"layers.{i}"
+        left = width if encoder.kept_heads is None else len(encoder.kept_heads[i]) * encoder.head_size
+        neurons = inner if encoder.kept_blocks is None else len(encoder.kept_blocks[i]) * (inner // budget.blocks)
         needed |= linear(f"{layer}.attention.router.controller.0", budget.router_hidden, seen)
         needed |= linear(f"{layer}.attention.router.controller.2", 1, budget.router_hidden)
         needed |= linear(f"{layer}.attention.router.scorer", heads, seen)
         needed |= {
-            f"{layer}.attention.in_proj_weight": (3 * width, width),
-            f"{layer}.attention.in_proj_bias": (3 * width,),
+            f"{layer}.attention.in_proj_weight": (3 * left, width),
+            f"{layer}.attention.in_proj_bias": (3 * left,),
         }
-        needed |= linear(f"{layer}.attention.out_proj", width, width)
+        needed |= linear(f"{layer}.attention.out_proj", width, left)
         needed |= norm(f"{layer}.attention_norm", width)
         if budget.blocks > 1:
             needed |= linear(f"{layer}.feed_forward.router.controller.0", budget.router_hidden, seen)
             needed |= linear(f"{layer}.feed_forward.router.controller.2", 1, budget.router_hidden)
             needed |= linear(f"{layer}.feed_forward.router.scorer", budget.blocks, seen)
-        needed |= linear(f"{layer}.feed_forward.up", inner, width)
-        needed |= linear(f"{layer}.feed_forward.down", width, inner)
+        needed |= linear(f"{layer}.feed_forward.up", neurons, width)
+        needed |= linear(f"{layer}.feed_forward.down", width, neurons)
         needed |= norm(f"{layer}.feed_forward_norm", width)
     if encoder.norm == "pre":
         needed |= norm("norm", width)
@@ -157,10 +159,14 @@ def _configs(config: dict[str, Any], path: Path) -> tuple[EncoderConfig, BudgetC
         # Both classes compare and do not ask for types: 1.5 heads or an epsilon of NaN would pass.
         for field in fields(cls):
             value = given.get(field.name, field.default)
+            if field.name in ("kept_heads", "kept_blocks"):  # lists, which the class looks at itself
+                continue
             if not (value is None and field.default is None) and not _like(value, field.default):
                 raise ModelFolderError(f"{path}: {owner}{field.name} is {str(value)[:40]!r}; restore the file")
     try:
-        return EncoderConfig(**settings), BudgetConfig(**routing)
+        encoder, budget = EncoderConfig(**settings), BudgetConfig(**routing)
+        budget.check_kept(encoder)
+        return encoder, budget
     except (UsageError, TypeError) as error:
         raise ModelFolderError(f"{path}: {error}; restore the file") from None
 

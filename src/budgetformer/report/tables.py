@@ -3,6 +3,7 @@
 A number that was not measured is shown as a dash. Nothing here loads torch; matplotlib is loaded for figures only.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +16,20 @@ from budgetformer.report.wording import markdown, percent, plain
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from budgetformer.engine.saved import Point
+    from budgetformer.engine.saved import Calibrated, Point
 
 Metrics = Mapping[str, Any]
 
 DASH = "—"
 MODELS = {"dense": "dense twin", "dense_longer": "dense, trained as long", "budgeted": "budgeted"}
 CAPTIONS = {
-    "share_histogram": "What the texts spend: how many test texts use which share of all heads.",
+    "share_histogram": "What the texts spend: how many test texts use which share of what has a budget.",
     "heads_by_layer": "Which heads run: the share of test texts that use each head.",
+    "blocks_by_layer": "Which feed-forward blocks run: the share of test texts that use each block.",
     "heads_by_class": "Which class uses which heads; of many classes, those that spend most and least.",
+    "blocks_by_class": "Which class uses which feed-forward blocks.",
     "accuracy_by_budget": "Accuracy when the model is told its budget, against the dense models.",
+    "reliability": "Calibration: how often answers are right against how sure they are.",
 }
 
 
@@ -38,7 +42,8 @@ class Line:
     show: Callable[[float], str]
     differ: Callable[[float, float], str] | None
     spread: str | None = None  # the key of a standard deviation shown after the value
-    only_when_measured: bool = False  # no line at all when no model has the value
+    needs: str | None = None  # no line at all when no model has this key
+    otherwise: float | None = None  # the value of a model that lacks the key where another has it
 
 
 def _points(value: float, dense: float) -> str:
@@ -57,12 +62,21 @@ LINES = (
     Line(name="accuracy", key="accuracy", show=percent, differ=_points),
     Line(name="macro-F1", key="macro_f1", show=percent, differ=_points),
     Line(name="heads used ± std", key="head_share", show=percent, differ=None, spread="head_share_std"),
-    Line(name="FFN blocks used", key="block_share", show=percent, differ=None, only_when_measured=True),
+    Line(name="FFN blocks used", key="block_share", show=percent, differ=None, needs="block_share", otherwise=1.0),
+    Line(
+        name="units' FLOPs ± std",
+        key="units_flops_share",
+        show=percent,
+        differ=None,
+        spread="units_flops_share_std",
+        needs="block_share",
+    ),
+    Line(name="answered twice", key="answered_again", show=percent, differ=None, needs="answered_again", otherwise=0.0),
     Line(name="attention FLOPs / dense", key="attention_flops_share", show=percent, differ=None),
     Line(name="model FLOPs / dense", key="flops_share", show=percent, differ=None),
     Line(name="peak memory", key="peak_memory_mb", show="{:,.0f} MB".format, differ=_times),
     Line(name="seconds per 1,000 texts", key="seconds_per_1000", show="{:.2f} s".format, differ=_times),
-    Line(name="CO2, estimated", key="co2_grams", show=_grams, differ=_times, only_when_measured=True),
+    Line(name="CO2, estimated", key="co2_grams", show=_grams, differ=_times, needs="co2_grams"),
 )
 
 
@@ -76,9 +90,9 @@ def cells(metrics: Metrics) -> tuple[list[str], list[list[str]]]:
     header = ["", *(MODELS[key] for key in models), *(["budgeted vs twin"] if against else [])]
     body = []
     for line in LINES:
-        values = {key: _number(metrics[key], line.key) for key in models}
-        if line.only_when_measured and all(value is None for value in values.values()):
+        if line.needs is not None and all(_number(metrics[key], line.needs) is None for key in models):
             continue
+        values = {key: _number(metrics[key], line.key) for key in models}
         row = [line.name, *(_cell(metrics[key], line) for key in models)]
         if against:
             new, old = values["budgeted"], values["dense"]
@@ -97,6 +111,8 @@ def _number(metrics: Metrics, key: str) -> float | None:
 
 def _cell(metrics: Metrics, line: Line) -> str:
     value = _number(metrics, line.key)
+    if value is None:
+        value = line.otherwise
     if value is None:
         return DASH
     spread = None if line.spread is None else _number(metrics, line.spread)
@@ -162,22 +178,46 @@ def table(metrics: Metrics) -> "Table":
 
 def curve(points: "Sequence[Point]", chosen: float | None) -> "Table":
     """The budgets of `engine.tuning.tune` for a terminal, the one to use in bold and with an arrow."""
-    from rich import box
-    from rich.table import Table
-
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name in ("", "budget", "heads used", "ms per text", "agreement", "accuracy"):
-        drawn.add_column(name, justify="right", header_style="bold", no_wrap=True)
+    drawn = _choices("budget", "heads used", "units' FLOPs", "ms per text", "agreement", "accuracy")
     for point in points:
         drawn.add_row(
             "→" if point.budget == chosen else "",
             "learned" if point.budget is None else f"{point.budget:g}",
             percent(point.head_share),
+            percent(point.units_share),
             f"{point.ms_per_text:.3f}",
             percent(point.agreement),
             DASH if point.accuracy is None else percent(point.accuracy),
             style="bold" if point.budget == chosen else "",
         )
+    return drawn
+
+
+def ways(found: "Calibrated") -> "Table":
+    """What `engine.calibrating.calibrate` compared, for a terminal; the choice in bold and with an arrow."""
+    drawn = _choices("first answer", "margin", "again", "other labels", "agreement, at least", "FLOPs")
+    for way in found.ways:
+        drawn.add_row(
+            "→" if way == found.way else "",
+            "learned" if way.budget is None else f"{way.budget:g}",
+            f"{way.margin:.4f}",
+            percent(way.again),
+            f"{way.disagreements:,}",
+            percent(way.bound),
+            percent(way.flops_share),
+            style="bold" if way == found.way else "",
+        )
+    return drawn
+
+
+def _choices(*names: str) -> "Table":
+    """A table of which one row is to be pointed at."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for name in ("", *names):
+        drawn.add_column(name, justify="right", header_style="bold", no_wrap=True)
     return drawn
 
 
@@ -209,9 +249,13 @@ def draw_figures(metrics: Metrics, folder: Path) -> list[str]:
     half = _half_interval(metrics.get("dense") or {}, metrics.get("data") or {})
     makers: dict[str, tuple[str, Callable[[], Any]]] = {
         "share_histogram": ("share_histogram", lambda: figures.share_histogram(budgeted, target)),
-        "heads_by_layer": ("heads_by_layer", lambda: figures.heads_by_layer(budgeted)),
-        "heads_by_class": ("heads_by_class", lambda: figures.heads_by_class(budgeted)),
+        **{
+            f"{kind}_by_{what}": (f"{kind}_by_{what}", functools.partial(make, budgeted, kind))
+            for what, make in (("layer", figures.units_by_layer), ("class", figures.units_by_class))
+            for kind in ("heads", "blocks")
+        },
         "accuracy_by_budget": ("dial", lambda: figures.accuracy_by_budget(budgeted, twins, half)),
+        "reliability": ("calibration", lambda: figures.reliability(calibrations(metrics))),
     }
     drawn = [name for name, (needs, _) in makers.items() if budgeted.get(needs)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,24 +267,32 @@ def draw_figures(metrics: Metrics, folder: Path) -> list[str]:
     return drawn
 
 
+def calibrations(metrics: Metrics) -> dict[str, Metrics]:
+    """The calibration of each model that has one, by the name it has in the table."""
+    models = {name: metrics.get(key) or {} for key, name in MODELS.items()}
+    return {name: model["calibration"] for name, model in models.items() if model.get("calibration")}
+
+
 def _text(metrics: Metrics, drawn: Sequence[str]) -> str:
     """The whole of report.md."""
     data, budgeted = metrics.get("data") or {}, metrics.get("budgeted") or {}
-    parts = ["# Dense against budgeted", _data_line(data), markdown_table(*cells(metrics))]
+    parts = ["# Dense against budgeted", data_line(data), markdown_table(*cells(metrics))]
     parts.append("\n".join(f"- {note}" for note in notes(metrics)))
     for name in drawn:
         parts.append(f"![{CAPTIONS[name]}](figures/{name}.png)\n\n*{CAPTIONS[name]}* ([SVG](figures/{name}.svg))")
-        if name == "heads_by_class":
-            parts.append(_folded("Share of heads by class", _class_table(budgeted["heads_by_class"])))
+        if name.endswith("_by_class"):
+            kind = name.removesuffix("_by_class")
+            parts.append(folded(f"Share of {kind} by class", _class_table(budgeted[name])))
         if name == "accuracy_by_budget":
-            parts.append(_folded("The figures behind it", _dial_table(budgeted["dial"])))
+            parts.append(folded("The figures behind it", dial_table(budgeted["dial"])))
     for title, key in (("Settings", "settings"), ("Environment", "environment")):
         if metrics.get(key):
-            parts.append(_folded(title, _listing(metrics[key])))
+            parts.append(folded(title, listing(metrics[key])))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _data_line(data: Metrics) -> str:
+def data_line(data: Metrics) -> str:
+    """How many texts and classes there were."""
     labels = data.get("labels")
     counts = {
         "training texts": data.get("train_rows"),
@@ -250,13 +302,18 @@ def _data_line(data: Metrics) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if isinstance(count, int))
 
 
-def _dial_table(dial: Sequence[Metrics]) -> str:
+def dial_table(dial: Sequence[Metrics]) -> str:
+    """The points of the run-time dial as a Markdown table."""
     names = {
         "budget": "budget",
         "head_share": "heads used",
+        "block_share": "FFN blocks used",
+        "units_flops_share": "units' FLOPs",
         "flops_share": "model FLOPs / dense",
         "accuracy": "accuracy",
     }
+    if dial[0].get("block_share") is None:
+        del names["block_share"], names["units_flops_share"]
     shares = [[_number(point, key) for key in names] for point in dial]
     body = [[DASH if share is None else percent(share) for share in row] for row in shares]
     return markdown_table(list(names.values()), body)
@@ -272,11 +329,12 @@ def _class_table(by_class: Mapping[str, Sequence[Sequence[float]]]) -> str:
     return markdown_table(header, body)
 
 
-def _listing(values: Metrics) -> str:
+def listing(values: Metrics) -> str:
     """Names and values as an indented code block, which no value can break out of: JSON escapes line ends."""
     shown = {plain(key): json.dumps(value, ensure_ascii=False, default=str) for key, value in values.items()}
     return "\n".join(f"    {key}: {value}" for key, value in shown.items())
 
 
-def _folded(title: str, content: str) -> str:
+def folded(title: str, content: str) -> str:
+    """Content of Markdown that opens on a click."""
     return f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"

@@ -1,4 +1,5 @@
-"""How strings that strangers wrote (texts, label names) and our shares are worded: in a terminal, a figure, Markdown.
+"""How strings that strangers wrote (texts, label names), our shares and settings are worded: in a terminal, a figure,
+Markdown.
 
 A label can hold an escape sequence that repaints a terminal, a `$` that matplotlib reads as mathematics, a pipe that
 splits a table, or a mark that turns the reading direction of everything after it.
@@ -6,6 +7,9 @@ splits a table, or a mark that turns the reading direction of everything after i
 
 import re
 import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 # Everything that is not itself a mark on the page: controls (ESC among them), format characters (reading direction),
 # lone surrogates, unassigned code points, line and paragraph separators.
@@ -59,3 +63,30 @@ def markdown(text: str) -> str:
     """`text` as one table cell of Markdown that shows that text: no table, link, mathematics or HTML comes of it."""
     shown = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(lambda found: "\\" + found[0], shown)
+
+
+# Settings that name files and folders of the machine that trained.
+_FILES = (
+    "data",
+    "train_file",
+    "validation_file",
+    "test_file",
+    "model",
+    "dense",
+    "class_weights",
+    "resume",
+    "output_dir",
+)
+
+
+def without_folders(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `train` as they may be passed on: of a file or a folder the last name alone."""
+    return {name: last_name(value) if name in _FILES else value for name, value in settings.items()}
+
+
+def last_name(value: Any) -> Any:
+    """The last part of a path; other values, and a hub's names (`hf:OWNER/NAME`, `OWNER/NAME`), stay as they are."""
+    if not isinstance(value, str) or value.startswith("hf:"):
+        return value
+    is_path = value.startswith((".", "~")) or re.search(r"^[A-Za-z]:|\\|^/|/.*/", value) or Path(value).exists()
+    return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if is_path else value

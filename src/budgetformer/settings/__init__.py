@@ -1,10 +1,14 @@
 """Settings: every one declared once, resolved from flag, environment, file and default, and written down."""
 
 from budgetformer.settings.commands import (
+    CalibrateSettings,
     ConvertSettings,
     EvaluateSettings,
+    ExportSettings,
     InspectSettings,
     PredictSettings,
+    ReportSettings,
+    ServeSettings,
     TrainSettings,
     TuneSettings,
     demo_encoder,
@@ -13,10 +17,14 @@ from budgetformer.settings.commands import (
 from budgetformer.settings.resolving import resolve, save
 
 __all__ = [
+    "CalibrateSettings",
     "ConvertSettings",
     "EvaluateSettings",
+    "ExportSettings",
     "InspectSettings",
     "PredictSettings",
+    "ReportSettings",
+    "ServeSettings",
     "TrainSettings",
     "TuneSettings",
     "demo_encoder",

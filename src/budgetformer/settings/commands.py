@@ -18,16 +18,20 @@ from budgetformer.settings.rules import (
     number,
     one_of,
     optional,
+    or_word,
     separator,
     setting,
+    shares,
     some,
     whole,
     yes_or_no,
 )
 
 METRICS = ("accuracy", "macro_f1", "loss")
+ENGINES = ("local", "ray")
 DATA = "demo, hf:NAME[:CONFIG] or a file (csv, tsv, jsonl, parquet)"
 SHARE = number(0, 1, above=True)
+BETWEEN = number(0, 1, above=True, below=True)
 POSITIVE = number(0, above=True)
 FILE = optional(some("a file"))
 
@@ -37,6 +41,7 @@ in_model = functools.partial(setting, panel="Model")
 in_budget = functools.partial(setting, panel="Budget")
 in_training = functools.partial(setting, panel="Training")
 in_engine = functools.partial(setting, panel="Engine")
+in_server = functools.partial(setting, panel="Server")
 in_output = functools.partial(setting, panel="Output")
 
 
@@ -78,9 +83,14 @@ def _model_folder() -> str:
     return in_model(some("the folder of a trained model"), "folder of the model", example="runs/demo")
 
 
-def _budget() -> float | None:
-    help = "share of the heads to compute, in (0, 1] [default: as learned, text by text]"
-    return in_model(optional(SHARE), help, example="0.25")
+def _budget() -> float | str | None:
+    help = "share of the units to compute, or calibrated: what `calibrate` chose [default: as learned, text by text]"
+    return in_model(optional(or_word(SHARE, "calibrated")), help, example="0.25")
+
+
+def _margin() -> float | None:
+    help = "answer again with every unit where the two best probabilities lie closer [default: as learned]"
+    return in_model(optional(number(0, 1)), help, example="0.5")
 
 
 def _longest() -> int | None:
@@ -157,6 +167,15 @@ class TrainSettings(Checked):
     grouping: str = in_budget(
         one_of(*GROUPINGS), f"which neurons share a block: {', '.join(GROUPINGS)}", default="coactivation"
     )
+    first_share: float = in_budget(
+        SHARE,
+        "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
+        "unsure; below 1 with heads+blocks",
+        default=1.0,
+    )
+    whole_share: float = in_budget(
+        number(0, 1, below=True), "share of the texts that train every unit, when there are second answers", default=0.2
+    )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
     router_learning_rate: float = in_budget(POSITIVE, "learning rate of the routers", default=1e-3)
     distillation: float = in_budget(number(0, 1), "weight of the dense twin's answers in the loss", default=0.5)
@@ -212,7 +231,8 @@ class EvaluateSettings(Checked):
     """Settings of `budgetformer evaluate`. Raises `UsageError` for a value outside its rule."""
 
     model: str = _model_folder()
-    budget: float | None = _budget()
+    budget: float | str | None = _budget()
+    margin: float | None = _margin()
     max_length: int | None = _longest()
     dtype: str = _dtype()
     path: str = _path()
@@ -237,15 +257,23 @@ class PredictSettings(Checked):
     """Settings of `budgetformer predict`, the texts apart. Raises `UsageError` for a value outside its rule."""
 
     model: str = _model_folder()
-    budget: float | None = _budget()
+    budget: float | str | None = _budget()
+    margin: float | None = _margin()
     max_length: int | None = _longest()
     dtype: str = _dtype()
     path: str = _path()
     threads: int | None = _threads()
     batch_tokens: int = _batch_tokens()
+    engine: str = in_engine(
+        one_of(*ENGINES), "local, or ray: many workers, from a folder of parquet files to another", default="local"
+    )
+    workers: int | None = in_engine(
+        optional(whole(1)), "workers of --engine ray, one thread each [default: as many as there are processors]"
+    )
     input: str | None = in_data(
         optional(some("a file, or - for stdin")),
-        "csv, tsv, jsonl or parquet file, demo, hf:NAME, or - for JSON lines on stdin",
+        "csv, tsv, jsonl or parquet file, demo, hf:NAME, or - for JSON lines on stdin; with --engine ray a folder or a "
+        "pattern of parquet files",
     )
     split: str | None = _split()
     text_column: str | None = _text_column()
@@ -254,7 +282,9 @@ class PredictSettings(Checked):
     encoding: str = _encoding()
     delimiter: str | None = _delimiter()
     label_separator: str = _label_separator()
-    output: str = in_output(some("a file, or - for stdout"), "file to write, or - for stdout", default="-")
+    output: str = in_output(
+        some("a file, or - for stdout"), "file to write, or - for stdout; with --engine ray a folder", default="-"
+    )
     top: int | None = in_output(optional(whole(1)), "scores of so many classes, the most probable first [default: all]")
     format: str | None = in_output(
         optional(one_of("jsonl", "csv", "parquet")), "jsonl, csv or parquet [default: by the suffix, else jsonl]"
@@ -263,6 +293,11 @@ class PredictSettings(Checked):
     overwrite: bool = _overwrite()
     quiet: bool = _quiet()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers is not None and self.engine == "local":
+            raise UsageError("workers is given, and engine is 'local', which is one process; give --engine ray too")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectSettings(Checked):
@@ -270,7 +305,8 @@ class InspectSettings(Checked):
 
     text: str = setting(some("a text"), "text to look into", argument=True)
     model: str = _model_folder()
-    budget: float | None = _budget()
+    budget: float | str | None = _budget()
+    margin: float | None = _margin()
     max_length: int | None = _longest()
     dtype: str = _dtype()
     path: str = _path()
@@ -321,6 +357,51 @@ class ConvertSettings(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportSettings(Checked):
+    """Settings of `budgetformer export`. Raises `UsageError` for a value outside its rule."""
+
+    model: str = _model_folder()
+    format: str = in_output(
+        one_of("onnx", "compact"),
+        "onnx: a graph for onnxruntime (extra: onnx); compact: a model without the units that --check never uses",
+        example="onnx",
+    )
+    dtype: str = in_output(one_of("fp32", "int8"), "numbers of the large products in an onnx graph", default="fp32")
+    min_use: float = in_output(
+        number(0, 1, below=True),
+        "compact: cut what at most this share of the texts in --check uses",
+        default=0.0,
+        example="0.01",
+    )
+    check: str | None = in_data(FILE, "texts like those to come, needed for compact and int8 [default: a few of ours]")
+    min_agreement: float = in_data(
+        number(0, 1), "share of the texts in --check that must keep their label", default=0.99, example="0.98"
+    )
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    output_dir: str = _output_dir()
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format == "compact" and self.dtype != "fp32":
+            raise UsageError("dtype is for --format onnx; a compact folder is converted with: budgetformer convert")
+        if self.format == "onnx" and self.min_use > 0:
+            raise UsageError("min_use is for --format compact; an onnx graph has every unit")
+        if self.check is None and (self.format == "compact" or self.dtype == "int8"):
+            what = "format is 'compact'" if self.format == "compact" else "dtype is 'int8'"
+            raise UsageError(
+                f"{what} and check is missing: how many labels change is to be measured first; give --check FILE with "
+                "texts like those to come"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneSettings(Checked):
     """Settings of `budgetformer tune`. Raises `UsageError` for a value outside its rule."""
 
@@ -340,7 +421,7 @@ class TuneSettings(Checked):
     split: str | None = _split()
     limit: int = in_data(whole(1), "use at most this many rows, evenly spread over the data", default=1000)
     labels: bool = in_data(
-        yes_or_no(), "use labels where there are any; without them agreement with every head on counts", default=True
+        yes_or_no(), "use labels where there are any; without them agreement with every unit on counts", default=True
     )
     text_column: str | None = _text_column()
     text_pair_column: str | None = _text_pair_column()
@@ -358,6 +439,91 @@ class TuneSettings(Checked):
             raise UsageError(
                 f"max_ms_per_text and max_accuracy_loss: {state}; give either --max-ms-per-text or --max-accuracy-loss"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateSettings(Checked):
+    """Settings of `budgetformer calibrate`. Raises `UsageError` for a value outside its rule."""
+
+    model: str = _model_folder()
+    agree: float = in_budget(
+        BETWEEN, "share of the texts to come that must get the full model's label", default=0.99, example="0.99"
+    )
+    confidence: float = in_budget(
+        BETWEEN, "probability that the promise holds, over the draw of --data", default=0.95, example="0.95"
+    )
+    max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
+    threads: int | None = _threads()
+    batch_tokens: int = _batch_tokens()
+    data: str = in_data(some(DATA), f"texts like those to come, in one draw with them: {DATA}", example="demo")
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    quiet: bool = _quiet()
+    json: bool = _json()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings(Checked):
+    """Settings of `budgetformer serve`. Raises `UsageError` for a value outside its rule.
+
+    The key itself is no setting: it would be seen in the list of processes.
+    """
+
+    model: str = _model_folder()
+    budget: str | None = in_model(
+        optional(shares("calibrated")),
+        "share of the units to compute; LOW:HIGH for less of it the more texts wait; or calibrated "
+        "[default: as learned, text by text]",
+        example="0.2:1.0",
+    )
+    max_length: int | None = _longest()
+    dtype: str = _dtype()
+    path: str = _path()
+    threads: int | None = _threads()
+    batch_tokens: int = in_engine(
+        whole(1), "tokens computed together; a request waits for one such batch at least", default=1024
+    )
+    host: str = in_server(some("an address"), "address to listen at; 0.0.0.0 lets others in", default="127.0.0.1")
+    port: int = in_server(whole(0, 65535), "port to listen at; 0 picks one", default=8000)
+    name: str | None = in_server(optional(some("a name")), "the model's name for clients [default: the folder's]")
+    api_key_file: str | None = in_server(FILE, "file with the key that clients must give (or BUDGETFORMER_API_KEY)")
+    timeout: float = in_server(POSITIVE, "seconds that a request may take", default=30.0)
+    max_queue_tokens: int = in_server(whole(1), "tokens that may wait; more is answered with 429", default=16384)
+    max_concurrent_requests: int = in_server(whole(1), "requests in progress at once", default=512)
+    max_client_batch_size: int = in_server(whole(1), "texts in one request", default=64)
+    payload_limit: int = in_server(whole(1), "bytes of a request's body", default=2_000_000)
+    quiet: bool = _quiet()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportSettings(Checked):
+    """Settings of `budgetformer report`, the runs apart. Raises `UsageError` for a value outside its rule."""
+
+    texts: str | None = in_data(
+        optional(some(DATA)),
+        f"labelled data to show the hardest and cheapest texts of; they will stand in the report: {DATA}",
+    )
+    examples: int = in_data(whole(1), "how many texts of each kind to show, with --texts", default=5)
+    split: str | None = _split()
+    text_column: str | None = _text_column()
+    text_pair_column: str | None = _text_pair_column()
+    label_column: str | None = _label_column()
+    encoding: str = _encoding()
+    delimiter: str | None = _delimiter()
+    label_separator: str = _label_separator()
+    output: str = in_output(some("a file"), "page to write; its numbers go beside it, as .json", default="report.html")
+    overwrite: bool = _overwrite()
+    quiet: bool = _quiet()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if Path(self.output).suffix not in (".html", ".htm"):
+            raise UsageError(f"output is {self.output!r}; give the name of a page, for example --output report.html")
 
 
 def demo_encoder() -> Path:

@@ -14,7 +14,10 @@ FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`words` completes "it must be ..."; `kind` is a value's type; a misspelt value is compared with `choices`."""
+    """`words` completes "it must be ..."; `kind` is a value's type; `choices` are words that it may be.
+
+    A misspelt value is compared with the choices.
+    """
 
     words: str
     kind: type
@@ -26,6 +29,8 @@ class Rule:
         """True when `value` has the rule's type and satisfies it. A bool is never a number."""
         if value is None:
             return self.optional
+        if isinstance(value, str) and value in self.choices:
+            return True
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if self.kind is float:
@@ -81,6 +86,32 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
 def one_of(*choices: str) -> Rule:
     """One of a few names."""
     return Rule(words="one of " + ", ".join(choices), kind=str, holds=choices.__contains__, choices=choices)
+
+
+def or_word(rule: Rule, word: str) -> Rule:
+    """The same rule, but `word` is fine too."""
+    return dataclasses.replace(rule, words=f"{rule.words}, or {word}", choices=(*rule.choices, word))
+
+
+def span(text: str) -> tuple[float, float] | None:
+    """(LOW, HIGH) of `LOW:HIGH`, and a share twice when it stands alone; None when these are no shares in order."""
+    try:
+        low, high = map(float, text.split(":") if ":" in text else (text, text))
+    except ValueError:
+        return None
+    return (low, high) if 0 < low <= high <= 1 else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Span(Rule):
+    def read(self, value: object) -> object:
+        return str(value) if type(value) in (int, float) else value  # a share alone in a config file is a number
+
+
+def shares(*words: str) -> Rule:
+    """A share in (0, 1], two of them as `LOW:HIGH`, or one of some words."""
+    given = ", ".join(["a share in (0, 1], LOW:HIGH", *words])
+    return _Span(words=given, kind=str, holds=lambda value: span(value) is not None, choices=words)
 
 
 def some(what: str) -> Rule:

@@ -12,6 +12,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
+from budgetformer import flops
 from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification, BudgetSchedule
 from budgetformer.metrics import scores
@@ -21,7 +22,7 @@ from budgetformer.training import checkpoints
 from budgetformer.training.stopping import Progress, StopCleanly
 from budgetformer.training.trainer import BudgetTrainer
 
-TOLERANCE = 0.02  # how far the mean head share of an epoch may lie above the target and still be within the budget
+TOLERANCE = 0.02  # how far an epoch's share of the units' FLOPs may lie above the target, and be within the budget
 OVER_BUDGET = 1e3  # above any difference of scores
 # What may differ between a run and its resumption without changing where it ends.
 FREE = ("output_dir", "resume", "keep_checkpoints", "quiet", "num_workers", "device")
@@ -113,7 +114,8 @@ def fit(
         train_dataset=train,
         eval_dataset=validation,
         data_collator=collator(model.config.pad_token_id or 0),
-        compute_metrics=_metrics(options.metric, target),
+        compute_metrics=None if validation is None else _metrics(options.metric, model.config, validation.lengths),
+        preprocess_logits_for_metrics=_shares,
         optimizers=(optimizer(model, options), None),  # pyright: ignore[reportArgumentType]
         callbacks=[BudgetSchedule(), checkpoints.FindBest(warn), stop, *callbacks],
     )
@@ -125,8 +127,8 @@ def fit(
         trainer.add_callback(Progress(label, options.metric))
     if options.patience is not None and validation is not None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=options.patience))
-    # head_share is let through to the metrics: an epoch that spends more than the budget is no candidate.
-    ignored = [key for key in model.config.keys_to_ignore_at_inference if key != "head_share"]
+    # What ran is let through to the metrics: an epoch that spends more than the budget is no candidate.
+    ignored = [key for key in model.config.keys_to_ignore_at_inference if key not in ("gates", "blocks")]
     with stop:
         done = trainer.train(
             resume_from_checkpoint=str(resume) if resume is not None else None, ignore_keys_for_eval=ignored
@@ -227,17 +229,33 @@ def optimizer(model: torch.nn.Module, options: FitOptions) -> torch.optim.Optimi
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
 
 
-def _metrics(metric: str, target: float) -> Callable[[Any], dict[str, float]]:
-    """Scores of an evaluation. `score` picks the best epoch: any within the budget before any that is not."""
+def _shares(outputs: tuple[torch.Tensor, ...], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits, and for each input the share of each kind of unit that ran: all that is kept of an evaluation."""
+    logits, *kinds = outputs
+    return logits, *(ran.mean((1, 2)) for ran in kinds)
+
+
+def _metrics(metric: str, config: Any, tokens: list[int]) -> Callable[[Any], dict[str, float]]:
+    """Scores of an evaluation of inputs of `tokens`. `score` picks the best epoch: any within the budget before any
+    that is not. units_share is the share of the units' FLOPs, as `metrics.costs` counts it.
+    """
+    whole = flops.layer(np.asarray(tokens), config.encoder_config)
+    target = config.budget_config.first_target
 
     def compute(prediction: Any) -> dict[str, float]:
-        logits, shares = prediction.predictions
+        logits, *shares = prediction.predictions
         labels = prediction.label_ids
         truth = labels.astype(int).tolist()
         found = scores(torch.from_numpy(np.asarray(logits)).float(), truth)
-        share = float(np.mean(shares))
+        kinds = list(zip(shares, whole, strict=False))  # blocks may have no budget
+        share = float(sum((part * cost).sum() for part, cost in kinds) / sum(cost.sum() for _, cost in kinds))
         score = -found["loss"] if metric == "loss" else found[metric]
         excess = share - target - TOLERANCE
-        return {**found, "head_share": share, "score": score if excess <= 0 else score - 10 * excess - OVER_BUDGET}
+        return {
+            **found,
+            "head_share": float(np.mean(shares[0])),
+            "units_share": share,
+            "score": score if excess <= 0 else score - 10 * excess - OVER_BUDGET,
+        }
 
     return compute

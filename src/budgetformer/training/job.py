@@ -27,7 +27,7 @@ from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, FitResult, fit, silent
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import start_from, unit_importance
-from budgetformer.training.settling import settle
+from budgetformer.training.settling import hold_out, settle, settle_cascade
 from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -68,6 +68,10 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
                 f"{encoded.truncated} of {len(encoded)} {name} texts are longer than {settings.max_length} tokens "
                 "and are cut"
             )
+    held = validation
+    if budget.first < 1 and validation is None:
+        train_rows, held = hold_out(train_rows, settings.seed)
+        echo(f"{len(held)} training texts are kept for the margin of second answers; no model is trained on them")
     model.config.class_weights = sources.class_weights(settings, train_rows, splits.labels)
     model.config.label_smoothing = settings.label_smoothing
 
@@ -85,7 +89,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 
     dense = _dense_twin(settings, model, tokenizer, train_rows, validation, folder, echo)
-    budgeted, fitted = fit_budgeted(dense, budget, train_rows, validation, settings, folder, echo)
+    budgeted, fitted = fit_budgeted(dense, budget, train_rows, validation, settings, folder, echo, held=held)
     if is_main():
         save_model(budgeted, tokenizer, folder)
     wait_for_all()
@@ -127,6 +131,8 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
         estimator=settings.estimator,
         scope=settings.scope,
         ffn_blocks=settings.ffn_blocks,
+        first=settings.first_share,
+        whole=settings.whole_share if settings.first_share < 1 else 0.0,
     )
 
 
@@ -194,8 +200,12 @@ def fit_budgeted(
     echo: Callable[[str], None],
     *,
     keep_checkpoints: bool = True,
+    held: Encoded | None = None,
 ) -> tuple[BudgetFormerForSequenceClassification, FitResult]:
-    """The budgeted model, from its trained twin to the budget met in use. The twin's neurons are sorted in place."""
+    """The budgeted model, from its trained twin to the budget met in use. The twin's neurons are sorted in place.
+
+    held: texts that nobody trained on, for the margin of second answers.
+    """
     if budget.blocks > 1:  # the twin's function stays: a sum has no order
         group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
     told = train_rows
@@ -210,6 +220,8 @@ def fit_budgeted(
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":
         settle(budgeted, train_rows)
+    if held is not None and budget.first < 1:
+        settle_cascade(budgeted, held)
     return budgeted, fitted
 
 
@@ -337,22 +349,23 @@ def timed(models: dict[str, Any], encoded: Encoded) -> dict[str, dict[str, float
 
 
 def _brief(found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: found[key]
-        for key in ("accuracy", "macro_f1", "head_share", "attention_flops_share", "flops_share", "seconds_per_1000")
-    }
+    shares = ("head_share", "block_share", "units_flops_share", "attention_flops_share", "flops_share")
+    return {key: found[key] for key in ("accuracy", "macro_f1", *shares, "seconds_per_1000") if key in found}
 
 
 def _write(result: dict[str, Any], folder: Path, echo: Callable[[str], None]) -> None:
     from budgetformer.report import write_report
+    from budgetformer.report.card import card
 
     try:
         with write_aside(folder / "metrics.json") as aside:
             Path(aside).write_text(json.dumps(result, indent=1, ensure_ascii=False), "utf-8")
         write_report(result, folder)
+        with write_aside(folder / "README.md") as aside:
+            aside.write_text(card(result), "utf-8")
     except OSError as error:
         raise BudgetFormerError(f"{folder}: results cannot be written ({error.strerror}); free some space") from error
-    echo(f"everything is in {folder}: the model, metrics.json, report.md, and the dense twin in dense/")
+    echo(f"everything is in {folder}: the model and its card, metrics.json, report.md, and the dense twin in dense/")
 
 
 class Carbon:

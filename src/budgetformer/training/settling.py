@@ -11,6 +11,7 @@ from budgetformer.router import Router, margins
 from budgetformer.text import Encoded
 
 CLOSE = 0.002  # share of the units' FLOPs
+HELD = 1000  # texts set aside at most
 
 
 @torch.no_grad()
@@ -65,3 +66,13 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
     margin = float(bounds[affordable : affordable + 2].mean()) if affordable else 0.0
     config.budget = {**config.budget, "cascade": margin}
     return margin
+
+
+def hold_out(encoded: Encoded, seed: int) -> tuple[Encoded, Encoded]:
+    """The texts to train on, and a tenth of them, at most a thousand, that are set aside for `settle_cascade`."""
+    order = torch.randperm(len(encoded), generator=torch.Generator().manual_seed(seed)).tolist()
+    aside = set(order[: min(HELD, max(1, len(order) // 10))])
+    parts = ([item for i, item in enumerate(encoded.items) if (i in aside) == held] for held in (False, True))
+    train, held = (Encoded(items) for items in parts)
+    train.truncated = encoded.truncated
+    return train, held

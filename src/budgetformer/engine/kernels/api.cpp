@@ -151,7 +151,7 @@ struct Engine {
     Router router_of(const std::string& at, int units) {
         const Spec& s = model.s;
         const int parts = s.view == MEAN ? 1 : 2, hidden = s.router_hidden;
-        Router router;
+        Router router = {};
         router.up = padded_rows(at + "controller.0.weight", hidden, parts, s.d, s.dp);
         router.up_bias = padded(at + "controller.0.bias", hidden, hidden);
         router.down = padded(at + "controller.2.weight", hidden, hidden);
@@ -159,6 +159,17 @@ struct Engine {
         router.scorer = padded_rows(at + "scorer.weight", units, parts, s.d, s.dp);
         router.scorer_bias = padded(at + "scorer.bias", units, units);
         return router;
+    }
+
+    // How many of `units` are stored, and the place of each among them.
+    int stored(const std::string& name, int units, int32_t*& place) {
+        if (!given.count(name)) return units;
+        const float* kept = tensor(name, units);
+        place = memory.take<int32_t>(units);
+        int n = 0;
+        for (int u = 0; u < units; u++) place[u] = kept[u] != 0.f ? n++ : -1;
+        if (n == 0) throw std::invalid_argument(name + " keeps no unit");
+        return n;
     }
 
     void build();
@@ -202,36 +213,39 @@ void Engine::build() {
     for (int l = 0; l < s.layers; l++) {
         Layer& layer = layers[l];
         const std::string at = "layers." + std::to_string(l) + ".";
-        const float* w = tensor(at + "attention.in_proj_weight", 3LL * s.d * s.d);
-        const float* b = tensor(at + "attention.in_proj_bias", 3LL * s.d);
-        std::vector<const float*> rows(3 * s.H * s.ep, nullptr);
-        std::vector<float> bias(3 * s.H * s.ep, 0.f);
-        std::vector<int> slots(s.H * s.ep, -1);
-        for (int h = 0; h < s.H; h++)
+        layer.router = router_of(at + "attention.router.", s.H);
+        if (s.blocks > 1) layer.ffn_router = router_of(at + "feed_forward.router.", s.blocks);
+        const int heads = stored(at + "kept_heads", s.H, layer.router.place), width = heads * s.e;
+        const float* w = tensor(at + "attention.in_proj_weight", 3LL * width * s.d);
+        const float* b = tensor(at + "attention.in_proj_bias", 3LL * width);
+        std::vector<const float*> rows(3 * heads * s.ep, nullptr);
+        std::vector<float> bias(3 * heads * s.ep, 0.f);
+        std::vector<int> slots(heads * s.ep, -1);
+        for (int h = 0; h < heads; h++)
             for (int i = 0; i < s.e; i++) {
                 slots[h * s.ep + i] = h * s.e + i;
                 for (int part = 0; part < 3; part++) {
-                    const int from = part * s.d + h * s.e + i, to = (h * 3 + part) * s.ep + i;
+                    const int from = part * width + h * s.e + i, to = (h * 3 + part) * s.ep + i;
                     rows[to] = w + (long)from * s.d;
                     bias[to] = b[from];
                 }
             }
         layer.qkv = pack(memory, s.dtype, rows, columns(s.d, s.dp), bias, s.dp);
-        w = tensor(at + "attention.out_proj.weight", (int64_t)s.d * s.d);
-        layer.out = pack(memory, s.dtype, rows_of(w, s.d, s.d, s.dp), slots,
+        w = tensor(at + "attention.out_proj.weight", (int64_t)s.d * width);
+        layer.out = pack(memory, s.dtype, rows_of(w, s.d, width, s.dp), slots,
                          bias_of(tensor(at + "attention.out_proj.bias", s.d), s.d, s.dp), s.ep);
-        w = tensor(at + "feed_forward.up.weight", (int64_t)s.f * s.d);
-        layer.up = pack(memory, s.dtype, rows_of(w, s.f, s.d, s.fp), columns(s.d, s.dp),
-                        bias_of(tensor(at + "feed_forward.up.bias", s.f), s.f, s.fp), s.dp);
-        w = tensor(at + "feed_forward.down.weight", (int64_t)s.d * s.f);
-        layer.down = pack(memory, s.dtype, rows_of(w, s.d, s.f, s.dp), columns(s.f, s.fp),
+        const int f = s.f / s.blocks * stored(at + "kept_blocks", s.blocks, layer.ffn_router.place);
+        layer.fp = round_to(f, PANEL);
+        w = tensor(at + "feed_forward.up.weight", (int64_t)f * s.d);
+        layer.up = pack(memory, s.dtype, rows_of(w, f, s.d, layer.fp), columns(s.d, s.dp),
+                        bias_of(tensor(at + "feed_forward.up.bias", f), f, layer.fp), s.dp);
+        w = tensor(at + "feed_forward.down.weight", (int64_t)s.d * f);
+        layer.down = pack(memory, s.dtype, rows_of(w, s.d, f, s.dp), columns(f, layer.fp),
                           bias_of(tensor(at + "feed_forward.down.bias", s.d), s.d, s.dp), PANEL);
         layer.attention_gamma = padded(at + "attention_norm.weight", s.d, s.dp);
         layer.attention_beta = padded(at + "attention_norm.bias", s.d, s.dp);
         layer.ffn_gamma = padded(at + "feed_forward_norm.weight", s.d, s.dp);
         layer.ffn_beta = padded(at + "feed_forward_norm.bias", s.d, s.dp);
-        layer.router = router_of(at + "attention.router.", s.H);
-        if (s.blocks > 1) layer.ffn_router = router_of(at + "feed_forward.router.", s.blocks);
     }
     if (s.pre_norm) {
         model.final_gamma = padded("norm.weight", s.d, s.dp);
@@ -415,7 +429,7 @@ int guarded(F work) {
 using namespace bf;
 
 // Rises with every change of this interface; `native.py` knows the same number and takes no other library.
-BF_API int bf_interface() { return 2; }
+BF_API int bf_interface() { return 3; }
 
 BF_API const char* bf_error() { return message.c_str(); }
 

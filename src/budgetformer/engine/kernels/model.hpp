@@ -67,6 +67,7 @@ struct Packed {
 
 struct Router {
     float *up, *up_bias, *down, down_bias, *scorer, *scorer_bias;
+    int32_t* place;  // of each unit among those that are stored, -1 where it was cut; null: all are stored
 };
 
 struct Layer {
@@ -74,6 +75,7 @@ struct Layer {
     Packed out;   // inputs ordered [head][ep]
     Packed up;    // outputs are neurons
     Packed down;  // inputs are neurons
+    int fp;       // neurons that are stored, rounded up
     float *attention_gamma, *attention_beta, *ffn_gamma, *ffn_beta;
     Router router;      // of the heads
     Router ffn_router;  // of the blocks, where they have a budget
@@ -105,8 +107,8 @@ struct Job {
     float* typed_scale;                 // int8: (T,)
     void* context;                      // rows of each input: (tokens, heads that run, ep)
     long* context_at;                   // (B,): where an input's rows start, in elements
-    int *heads, *heads_count;           // (B, H), (B,): of the layer at hand
-    int32_t *block_list, *block_count;  // (B, blocks), (B,): of the layer at hand
+    int *heads, *heads_count;           // (B, H), (B,): of the layer at hand, by their places in the packed weights
+    int32_t *block_list, *block_count;  // (B, blocks), (B,): of the layer at hand, in the same way
     const int32_t* block_counts;        // (B, layers) or null
     uint8_t* chosen;                    // (B, layers, H): out
     uint8_t* block_chosen;              // (B, layers, blocks): out, or null

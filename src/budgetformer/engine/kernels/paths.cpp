@@ -140,37 +140,54 @@ float decide(const Spec& s, const Router& w, int units, const float* rows, long 
         }
         top(z, units, lowest, chosen);
     }
+    if (w.place) {  // how many is as before; which, is among those that are left
+        int on = 0, left = 0;
+        for (int u = 0; u < units; u++) {
+            on += chosen[u], chosen[u] = 0;
+            if (w.place[u] < 0) z[u] = -INFINITY;
+            else left++;
+        }
+        top(z, units, on < left ? on : left, chosen);
+    }
     return share;
 }
 
-int list_of(const uint8_t* chosen, int units, int32_t* list) {
+// The units that run, by their places among those that are stored.
+int list_of(const uint8_t* chosen, int units, const Router& w, int32_t* list) {
     int n = 0;
     for (int u = 0; u < units; u++)
-        if (chosen[u]) list[n++] = u;
+        if (chosen[u]) list[n++] = w.place ? w.place[u] : u;
     return n;
+}
+
+// Without those that were cut.
+int keep_stored(const Router& w, int units, uint8_t* chosen) {
+    int on = 0;
+    for (int u = 0; u < units; u++) on += chosen[u] = chosen[u] && (!w.place || w.place[u] >= 0);
+    return on;
 }
 
 // The heads of one input in one layer, and its blocks where the caller names them.
 void route(const Job& job, int layer, int input, Scratch& scratch) {
     const Spec& s = job.m->s;
     const long cell = (long)input * s.layers + layer, begin = job.offsets[input];
+    const Layer& w = job.m->layer[layer];
     uint8_t* chosen = job.chosen + cell * s.H;
     memset(chosen, 0, (size_t)s.H);
     if (job.gates) {
-        int on = 0;
-        for (int h = 0; h < s.H; h++) on += chosen[h] = job.gates[cell * s.H + h] != 0;
-        job.wanted[cell] = (float)on / s.H;
+        memcpy(chosen, job.gates + cell * s.H, (size_t)s.H);
+        job.wanted[cell] = (float)keep_stored(w.router, s.H, chosen) / s.H;
     } else if (!s.routes && !job.counts) {
         memset(chosen, 1, (size_t)s.H);
-        job.wanted[cell] = 1.f;
+        job.wanted[cell] = (float)keep_stored(w.router, s.H, chosen) / s.H;
     } else {
-        job.wanted[cell] = decide(s, job.m->layer[layer].router, s.H, job.inner + begin * s.dp,
-                                  job.offsets[input + 1] - begin, job.counts ? job.counts[cell] : -1, chosen, scratch);
+        job.wanted[cell] = decide(s, w.router, s.H, job.inner + begin * s.dp, job.offsets[input + 1] - begin,
+                                  job.counts ? job.counts[cell] : -1, chosen, scratch);
     }
-    job.heads_count[input] = list_of(chosen, s.H, job.heads + (long)input * s.H);
+    job.heads_count[input] = list_of(chosen, s.H, w.router, job.heads + (long)input * s.H);
     if (job.ffn) {
         const uint8_t* on = job.ffn + cell * job.blocks;
-        job.block_count[input] = list_of(on, job.blocks, job.block_list + (long)input * job.blocks);
+        job.block_count[input] = list_of(on, job.blocks, w.ffn_router, job.block_list + (long)input * job.blocks);
     }
 }
 
@@ -180,9 +197,10 @@ void route_blocks(const Job& job, int layer, int input, Scratch& scratch) {
     const long cell = (long)input * s.layers + layer, begin = job.offsets[input];
     uint8_t* chosen = job.block_chosen + cell * s.blocks;
     memset(chosen, 0, (size_t)s.blocks);
-    decide(s, job.m->layer[layer].ffn_router, s.blocks, job.inner + begin * s.dp, job.offsets[input + 1] - begin,
+    const Router& w = job.m->layer[layer].ffn_router;
+    decide(s, w, s.blocks, job.inner + begin * s.dp, job.offsets[input + 1] - begin,
            job.block_counts ? job.block_counts[cell] : -1, chosen, scratch);
-    job.block_count[input] = list_of(chosen, s.blocks, job.block_list + (long)input * s.blocks);
+    job.block_count[input] = list_of(chosen, s.blocks, w, job.block_list + (long)input * s.blocks);
 }
 
 // ---- the end of an input ---------------------------------------------------------------------------------------

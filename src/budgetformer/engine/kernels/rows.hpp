@@ -239,9 +239,8 @@ static void feed_forward(const Spec& s, const Layer& layer, int rows, const int3
     }
 }
 
-// Runs of neurons that a list of blocks stands for; neighbouring blocks become one run.
-BF_INLINE int runs_of(const Spec& s, const int32_t* list, int n, int blocks, int32_t* ranges) {
-    const int size = blocks > 1 ? s.f / blocks : s.fp;
+// Runs of neurons that a list of blocks of `size` stands for; neighbouring blocks become one run.
+BF_INLINE int runs_of(const int32_t* list, int n, int size, int32_t* ranges) {
     int count = 0;
     for (int i = 0; i < n; i++) {
         const int first = list[i] * size;
@@ -293,10 +292,11 @@ static void second_half(const Job& job, int layer_number, int input, long first,
                                             job.block_list + b * job.blocks, job.block_count[b])));
         int count = 1;
         if (some) {
-            count = runs_of(s, job.block_list + owner * job.blocks, job.block_count[owner], job.blocks, mem.ranges);
+            const int size = job.blocks > 1 ? s.f / job.blocks : layer.fp;
+            count = runs_of(job.block_list + owner * job.blocks, job.block_count[owner], size, mem.ranges);
         } else {
             mem.ranges[0] = 0;
-            mem.ranges[1] = s.fp;
+            mem.ranges[1] = layer.fp;
         }
         const long skip = at - first;
         feed_forward<D>(s, layer, (int)(r - at), mem.ranges, count, y + skip * s.dp, typed + skip * s.dp,
