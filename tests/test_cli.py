@@ -150,7 +150,7 @@ TRAIN = ("train", "--data", "demo", "--output-dir", "none")
         (["convert", "--from", "a", "--output-dir", "none", "--check", "b.csv"], "give --dtype"),
         (["tune", "--model", "m", "--data", "a.csv"], "neither is given"),
         (["tune", "--model", "m", "--data", "a.csv", "--max-ms-per-text", "1", "--max-accuracy-loss", "0"], "both are"),
-        (["calibrate", "--model", "m", "--data", "a.csv", "--agree", "1"], "--agree is 1; it must be a number in (0, 1)"),
+        (["calibrate", "--model", "m", "--data", "a.csv", "--agree", "1"], "--agree is 1; it must be a number"),
         (["predict", "--model", "m", "--budget", "calibratd", "text"], "did you mean 'calibrated'"),
         (["predict", "--model", "m", "--budget", "calibrated", "--margin", "0.2", "text"], "leave --margin out"),
         (["predict", "--model", "m", "--dtype", "int4", "text"], "--dtype is 'int4'"),

@@ -8,9 +8,10 @@ import torch
 
 from budgetformer import metrics
 from budgetformer.data import match_labels
+from budgetformer.engine.counting import counted
 from budgetformer.engine.engine import Engine
 from budgetformer.engine.packed import Output
-from budgetformer.predict import Predictor, counted, load_model
+from budgetformer.predict import Predictor, load_model
 from budgetformer.text import Encoded
 from budgetformer.tokens import Tokens, tokenise
 

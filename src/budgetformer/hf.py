@@ -106,11 +106,11 @@ def refuse_implementation(key: str, value: Any) -> None:
 class BudgetFormerOutput(ModelOutput):
     """Output of both models.
 
-    loss: total. logits (batch, labels). pooled (batch, width): what the classifier saw. gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
-    input that was answered again (`BudgetConfig.cascade`). blocks (batch, layer, block): the same of feed-forward
-    blocks; None where they have no budget. wanted (batch, layer): the share of heads that each budget controller asked
-    for. head_share (batch,): the share that ran. loss_parts: the loss by name. While training with
-    `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
+    loss: total. logits (batch, labels). pooled (batch, width): what the classifier saw. gates (batch, layer, head): how
+    often a head ran, 0 or 1, and once more for an input that was answered again (`BudgetConfig.cascade`). blocks
+    (batch, layer, block): the same of feed-forward blocks; None where they have no budget. wanted (batch, layer): the
+    share of heads that each budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss
+    by name. While training with `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
     """
 
     loss: Tensor | None = None
@@ -265,8 +265,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """Classify a batch.
 
         labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
-        twin's answer, to be distilled; teacher_states (batch, width): its pooled last states. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
-        `Encoder.forward`.
+        twin's answer, to be distilled; teacher_states (batch, width): its pooled last states. sample_weight (batch,):
+        as in `losses.task`. budget, gates, blocks: as in `Encoder.forward`.
         """
         input_ids = inputs_of(input_ids, inputs_embeds)
         keep = keep_of(input_ids, attention_mask)

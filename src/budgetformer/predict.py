@@ -9,6 +9,7 @@ import numpy as np
 
 from budgetformer import flops
 from budgetformer.engine.budgets import check_margin, shares
+from budgetformer.engine.counting import counted
 from budgetformer.engine.engine import Answers, Engine
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
 from budgetformer.folder import check_model_folder
@@ -195,24 +196,6 @@ class Predictor:
             blocks=None if blocks is None else blocks[0].tolist(),
             blocks_wanted=None if blocks is None else (blocks[0].mean(-1) - again).tolist(),
         )
-
-
-def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray, blocks: np.ndarray | None = None) -> flops.Work:
-    """Operations of inputs of `tokens` (batch,) tokens when the heads in `gates` (batch, layer, head) ran, and of the
-    feed-forward layers those `blocks` (batch, layer, block), or all.
-    """
-    weights = engine.weights
-    return flops.work(
-        tokens,
-        gates.sum(-1),
-        weights.encoder,
-        weights.budget,
-        labels=len(weights.labels),
-        blocks=None if blocks is None else blocks.mean(-1),
-        again=flops.again(gates),
-        dense_head=weights.head_hidden is not None,
-        routed=weights.budget.routes,
-    )
 
 
 def load_model(folder: str | Path) -> "tuple[BudgetFormerForSequenceClassification, Any]":

@@ -64,8 +64,9 @@ class Engine:
     """A loaded model. `budget` and `margin` are used where a call names none; None is what the model learned.
 
     A learned budget differs from text to text. A text whose two best probabilities lie closer than the margin is
-    answered again with every unit on; a budget that is named has no margin unless one is named beside it. note: which path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed
-    together; peak memory follows it, not the number of texts.
+    answered again with every unit on; a budget that is named has no margin unless one is named beside it. note: which
+    path runs, in one line, and why when it is not the one asked for. batch_tokens: tokens computed together; peak
+    memory follows it, not the number of texts.
     """
 
     weights: Weights
@@ -140,7 +141,8 @@ class Engine:
         budget: a share of the units in (0, 1], or one for each text; margin: in [0, 1]; None is the engine's own.
 
         Raises:
-            UsageError: a budget outside (0, 1] or a margin outside [0, 1], a text without a token, or not as many pairs as texts.
+            UsageError: a budget outside (0, 1] or a margin outside [0, 1], a text without a token, or not as many
+                pairs as texts.
             TypeError: a text is no string, or no valid Unicode.
         """
         tokens = tokenise(self.tokenizer, texts, pairs, max_length=self.max_length)
@@ -180,7 +182,8 @@ class Engine:
         if closer > 0:
             sure = margins(probabilities(output.logits, self.multi_label), self.multi_label)
             again = np.flatnonzero((sure < closer) & (share is None or share < 1))
-            output.answered_again(again, self._in_batches([tokens[i] for i in again], np.ones(len(again)), None))
+            second = self._in_batches([tokens[i] for i in again.tolist()], np.ones(len(again)), None)
+            output.answered_again(again, second)
         return output
 
     def _policy(self, budget: Budget, margin: float | None) -> tuple[Budget, float]:

@@ -222,7 +222,7 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         return [float(weight) for weight in weights]
 
     def _shares(self, texts: list[str], pairs: list[str] | None) -> tuple[float, float]:
-        from budgetformer.predict import counted
+        from budgetformer.engine.counting import counted
         from budgetformer.tokens import tokenise
 
         engine, step = self._engine_now(), max(1, len(texts) // MEASURED)
