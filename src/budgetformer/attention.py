@@ -242,11 +242,11 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
                 count = self._count(budget, query)
             explore = explore or Schedule(budget=self.budget_config).settled
             routing = self.router(query, query_keep, explore=explore, count=count)
-        run = self._skipping if may_skip(routing.gates, explore if gates is None else None) else self._masked
-        gates, kept = routing.gates, self.router.kept
+        left, kept = routing.gates, self.router.kept
         if kept is not None:
-            gates, mask = gates[:, kept], mask.of(kept)
-        output, weights = run(self._products(query, key, value), mask, gates, need_weights)
+            left, mask = left[:, kept], mask.of(kept)
+        run = self._skipping if may_skip(left, explore if gates is None else None) else self._masked
+        output, weights = run(self._products(query, key, value), mask, left, need_weights)
         if kept is not None and weights is not None:
             places = torch.tensor(kept, device=weights.device)
             every = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])

@@ -120,12 +120,12 @@ class FeedForward(nn.Module):
             routing = self.router(x, keep, explore=explore, count=count)
         else:
             return self.down(self.activation(self.up(x))), None
-        skips, gates = may_skip(routing.gates, explore if gates is None else None), routing.gates
+        left = routing.gates
         if self.router is not None and self.router.kept is not None:
-            gates = gates[:, self.router.kept]
-        if skips:
-            return self._skipping(x, gates), routing
-        return self.down(self._gated(self.up(x), gates)), routing
+            left = left[:, self.router.kept]
+        if may_skip(left, explore if gates is None else None):
+            return self._skipping(x, left), routing
+        return self.down(self._gated(self.up(x), left)), routing
 
     def _gated(self, inner: Tensor, gates: Tensor) -> Tensor:
         """Blocks of neurons, activated and multiplied by their gates (batch, block): the masked path."""

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from budgetformer.engine.saved import Saved, write_saved
 from budgetformer.engine.tuning import agreement, decided
 from budgetformer.errors import BudgetFormerError, UsageError
 from budgetformer.tokens import tokenise
+
+if TYPE_CHECKING:
+    from budgetformer.encoder import EncoderLayer
 
 COPIED = ("tokenizer.json", "tokenizer_config.json")
 
@@ -113,10 +116,10 @@ def write_without(folder: str | Path, into: Path, heads: list[list[int]], blocks
     from budgetformer.hf import BudgetFormerForSequenceClassification
 
     model = BudgetFormerForSequenceClassification.from_pretrained(folder, use_safetensors=True)
-    for i, layer in enumerate(model.budgetformer.encoder.layers):
-        layer.attention.cut(heads[i])  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    for i, layer in enumerate(cast("list[EncoderLayer]", list(model.budgetformer.encoder.layers))):
+        layer.attention.cut(heads[i])
         if blocks is not None:
-            layer.feed_forward.cut(blocks[i])  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+            layer.feed_forward.cut(blocks[i])
     model.config.kept_heads, model.config.kept_blocks = heads, blocks
     model.save_pretrained(into)
 

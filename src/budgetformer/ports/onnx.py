@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from budgetformer import flops
+from budgetformer.encoder import EncoderLayer
 from budgetformer.engine.engine import Engine, physical_cores
 from budgetformer.engine.tuning import agreement, decided
 from budgetformer.errors import BudgetFormerError, UsageError
@@ -146,6 +147,7 @@ class Graph(nn.Module):
         super().__init__()
         self.encoder = model.budgetformer.encoder
         self.classifier = model.classifier
+        self.layers = cast("list[EncoderLayer]", list(self.encoder.layers))
         self.several_types = model.config.token_types > 1
         config, budget = self.encoder.config, self.encoder.budget
         self.explore = Schedule(budget=budget).settled
@@ -169,13 +171,13 @@ class Graph(nn.Module):
         heads, blocks = self._counts(budget.clamp(1e-6, 1.0), keep.sum(1))
         x = self.encoder.embeddings(input_ids, keep, token_type_ids)
         gates, block_gates = [], []
-        for i, layer in enumerate(self.encoder.layers):
+        for i, layer in enumerate(self.layers):
             inner = layer.attention_norm(x) if layer.pre else x
             gates.append(self._choose(layer.attention.router, inner, keep, heads[:, i], named))
             x = x + layer.attention.attend(inner, keep=keep, gates=gates[-1]).output
             x = x if layer.pre else layer.attention_norm(x)
             inner = layer.feed_forward_norm(x) if layer.pre else x
-            if blocks is not None:
+            if blocks is not None and layer.feed_forward.router is not None:
                 block_gates.append(self._choose(layer.feed_forward.router, inner, keep, blocks[:, i], named))
             x = x + layer.feed_forward(inner, gates=block_gates[-1] if block_gates else None)[0]
             x = x if layer.pre else layer.feed_forward_norm(x)
@@ -314,7 +316,7 @@ def _write_quantised(model: BudgetFormerForSequenceClassification, path: Path) -
 
 def _sort(self, stable: bool = True, dim: int = -1, descending: bool = False):
     """torch's stable sort in ONNX, whose TopK too puts the lower index first where values are equal."""
-    op = onnxscript.opset20
+    op: Any = onnxscript.opset20
     return op.TopK(self, op.Gather(op.Shape(self), op.Constant(value_ints=[dim])), axis=dim, largest=int(descending))
 
 
