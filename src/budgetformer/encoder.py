@@ -207,12 +207,13 @@ class Encoder(nn.Module):
         self.config = config
         self.budget = budget or BudgetConfig()
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(layer_class(config, self.budget) for _ in range(config.num_layers))
-        for i, layer in enumerate(self.layers):
+        layers = [layer_class(config, self.budget) for _ in range(config.num_layers)]
+        for i, layer in enumerate(layers):
             if config.kept_heads is not None:
                 layer.attention.cut(config.kept_heads[i])
             if config.kept_blocks is not None:
                 layer.feed_forward.cut(config.kept_blocks[i])
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.norm == "pre" else None
         # Each layer's mean share in training: how a budget named at run time is spread over the layers.
         self.register_buffer("profile", torch.ones(config.num_layers))

@@ -1,6 +1,7 @@
 """What `export` does with its settings; it returns the exit code."""
 
 from pathlib import Path
+from typing import Any
 
 from budgetformer.cli.folders import Sources, made_aside, texts_of, usable
 from budgetformer.cli.speaking import quieten_libraries, show
@@ -18,7 +19,7 @@ def export(settings: ExportSettings, sources: Sources) -> int:
     if settings.format == "onnx":
         from budgetformer.ports import onnx as port
 
-        options = {"dtype": settings.dtype}
+        options: dict[str, Any] = {"dtype": settings.dtype}
     else:
         from budgetformer.ports import compact as port
 
