@@ -45,7 +45,7 @@ def ours(folder: Path, dtype: str) -> Call:
     fixed = folder / "fixed.json"
     if not fixed.is_file():
         return lambda texts: engine.predict(texts).labels
-    units = {kind: np.array(table, np.uint8)[0] for kind, table in json.loads(fixed.read_text()).items()}
+    units = {kind: np.array(table, np.uint8) for kind, table in json.loads(fixed.read_text()).items()}
 
     def call(texts: Sequence[str]) -> list[str]:
         tokens = tokenise(engine.tokenizer, texts, None, max_length=engine.max_length)

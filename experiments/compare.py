@@ -216,11 +216,13 @@ def main():
     def keep(name, model):
         if args.keep:
             folder = Path(args.keep) / name
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
             units = {"gates": getattr(model, "fixed", None), "blocks": getattr(model, "fixed_blocks", None)}
             fixed = {kind: table.int().tolist() for kind, table in units.items() if table is not None}
-            if fixed:  # static pruning: what always runs
+            if fixed:  # static pruning: what always runs; its budget was there to count costs, and has no routers
+                model.config.budget = vars(BudgetConfig())
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            if fixed:
                 (folder / "fixed.json").write_text(json.dumps(fixed))
 
     def run(name, model, data, epochs=args.epochs):

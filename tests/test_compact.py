@@ -16,6 +16,7 @@ from budgetformer.engine.native import NativePath
 from budgetformer.engine.packed import left
 from budgetformer.engine.weights import Weights, read_weights, shapes
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
+from budgetformer.folder import check_model_folder
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.ports import compact
 from engine_helpers import NATIVE, random_batch, random_weights
@@ -235,6 +236,8 @@ def test_there_must_be_something_to_cut(folder, made, tmp_path):
         ("kept_heads", [[0], [1], [True]]),
         ("kept_heads", [[0], [1], ["0"]]),
         ("kept_heads", "012"),
+        ("kept_heads", [0, 1, 2]),
+        ("kept_heads", 3),
         ("kept_blocks", [[0], [1], [3]]),
         ("kept_blocks", [[1, 0], [1], [2]]),
     ],
@@ -245,7 +248,7 @@ def test_a_damaged_list_is_refused(made, tmp_path, name, value):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(ModelFolderError, match=name):
-        read_weights(copy)
+        check_model_folder(copy)
 
 
 def test_lists_must_fit_the_tensors(made, tmp_path):
@@ -256,6 +259,12 @@ def test_lists_must_fit_the_tensors(made, tmp_path):
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFolderError, match=r"shape|weights"):
         read_weights(copy)
+
+
+@pytest.mark.parametrize("kept", [[[1, 0]], [[0], [1]], [[]], [[7]], [["0"]], 3])
+def test_a_config_with_such_a_list_is_not_made(kept):
+    with pytest.raises(UsageError, match="kept_heads"):
+        EncoderConfig(hidden_size=35, num_heads=7, num_layers=1, kept_heads=kept)
 
 
 def test_blocks_that_have_no_budget_cannot_be_cut():

@@ -60,6 +60,8 @@ def training_path(weights: Weights, batch: Packed, *, learning: bool = False, **
         if batch.types is not None:
             types[i, : last - first] = batch.types[first:last]
     words = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    if learning and "gates" in words:  # whoever wants the gradient of gates has every head run
+        words["gates"] = words["gates"].requires_grad_()
     with torch.set_grad_enabled(learning):
         out = model(
             input_ids=torch.from_numpy(ids),

@@ -335,7 +335,7 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         (out,) = lowered(self.out_proj.weight)
         out = out.unflatten(1, (H, -1)).unbind(1)
         query, bias, found = low[0][0], mask.additive(low[0][0].dtype), []
-        start = query.new_zeros(()) if self.out_proj.bias is None else self.out_proj.bias
+        start = self.out_proj.weight.new_zeros(()) if self.out_proj.bias is None else self.out_proj.bias
         output = start.expand(*query.shape[:2], self.embed_dim)
         if todo.common:
             some = [[joined(parts, todo.common, 1).flatten(0, 1) for parts in weights] for weights in own]
