@@ -103,7 +103,7 @@ def main() -> int:
         "texts": len(timed),
         "test_rows": len(texts),
         "rounds": args.rounds,
-        "environment": environment(),
+        "environment": {key: value for key, value in environment().items() if key != "engine_library"},  # a path
         "variants": {
             name: {
                 "accuracy": round(accuracy[name], 4),
@@ -115,10 +115,37 @@ def main() -> int:
     result["gains"] = gains(seconds)
     with write_aside(args.output) as aside:
         Path(aside).write_text(json.dumps(result, indent=1) + "\n")
+    picture(result, args.output.with_suffix(".png"))
     for name, row in sorted(result["variants"].items(), key=lambda item: item[1]["ms_per_text"]):
         print(f"{name:<34} {100 * row['accuracy']:5.1f} %  {row['ms_per_text']:.4f} ms a text")
     print(json.dumps(result["gains"], indent=1))
     return 0
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """The frontier: accuracy over time per text, a logarithmic scale; one colour for each kind of variant."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    kinds = {"budgeted": "#2a7a73", "static": "#c0792a", "student": "#8a5aa8", DENSE: "#555555", "": "#b9b4aa"}
+    marks = {"fp32": "o", "bf16": "s", "int8": "^"}
+    for kind, colour in kinds.items():
+        own = {n: row for n, row in result["variants"].items() if kind == next(k for k in kinds if k in n)}
+        for name, row in own.items():
+            *words, dtype = name.removeprefix("ours ").split()
+            axes.plot(row["ms_per_text"], 100 * row["accuracy"], marks[dtype], color=colour, ms=8 if kind else 5)
+            if dtype == "int8":
+                label, place = " ".join(words), (row["ms_per_text"], 100 * row["accuracy"])
+                axes.annotate(label, place, xytext=(5, 6), textcoords="offset points", fontsize=8, color=colour)
+    axes.set(xscale="log", xlabel="ms a text, text to label, one thread", ylabel="accuracy, %", title=result["data"])
+    handles = [axes.plot([], [], mark, color="#555555", label=dtype)[0] for dtype, mark in marks.items()]
+    axes.legend(handles=handles, loc="lower right", frameon=False, title="labels name int8")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 def _spread(values: Sequence[float]) -> list[tuple[str, float]]:
