@@ -242,7 +242,8 @@ def kill(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str
                     if down and answered.status == 200:
                         break
                 await asyncio.sleep(0.005)
-            return await load, time.perf_counter() - began
+            took = time.perf_counter() - began
+            return await load, took
 
     with serving(options.model, *options.serve) as server:
         seen, took = asyncio.run(scenario(server))
@@ -314,7 +315,11 @@ def main() -> None:
     split = "test" if options.data == "demo" else None
     rows = read_rows(options.data, require_labels=True, split=split).good()
     texts, labels = [text or "" for text in rows.texts], [label or "" for label in rows.labels or []]
-    found: dict[str, Any] = {"model": Path(options.model).name, "serve": options.serve, "environment": environment()}
+    found: dict[str, Any] = {
+        "model": Path(options.model).name,
+        "serve": options.serve,
+        "environment": {k: v for k, v in environment().items() if k != "engine_library"},
+    }
     for part in wanted:
         found[part] = globals()[part](options, texts, labels)
         print(part, json.dumps(found[part]), file=sys.stderr, flush=True)

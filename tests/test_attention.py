@@ -185,7 +185,8 @@ def reference_of(ours, query, key, value, gates, **masks):
 @pytest.mark.parametrize("words", [{}, {"bias": False}, {"kdim": 17, "vdim": 19}], ids=str)
 @pytest.mark.parametrize("masked_by", ["nothing", "keep", "keep and bias"])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_both_paths_equal_the_reference(path, words, masked_by, need_weights):
+def test_both_paths_equal_the_reference(path, words, masked_by, need_weights, monkeypatch):
+    monkeypatch.setattr("budgetformer.attention.may_skip", lambda gates, explore: path == "dispatch")
     ours = budgeted(**words)
     query, key, value = inputs({**words, "batch_first": True})
     masks = {}
@@ -210,13 +211,15 @@ def test_both_paths_equal_the_reference(path, words, masked_by, need_weights):
 
 
 @pytest.mark.parametrize("words", [w for w in WORDS if "kdim" not in w and "vdim" not in w], ids=str)
-def test_both_paths_choose_and_compute_the_same(words):
+def test_both_paths_choose_and_compute_the_same(words, monkeypatch):
     """What the reference has no words for (extra keys), and the routing itself: mixed budgets in one batch."""
     ours = budgeted(**words)
     x = random(N, L, E)
     budget = torch.tensor([1 / H, 3 / H, 1.0])
     for options in ({"budget": budget}, {"budget": 2 / H}, {}):
-        masked = ours.attend(x, keep=~padding(L), need_weights=True, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr("budgetformer.attention.may_skip", lambda gates, explore: False)
+            masked = ours.attend(x, keep=~padding(L), need_weights=True, **options)
         with torch.no_grad():
             dispatched = ours.attend(x, keep=~padding(L), need_weights=True, **options)
         assert torch.equal(masked.routing.chosen, dispatched.routing.chosen)
