@@ -22,7 +22,7 @@ from budgetformer.attention import BudgetedMultiheadAttention
 from budgetformer.config import MULTI_LABEL, BudgetConfig, EncoderConfig, known_fields
 from budgetformer.encoder import Classifier, Encoder, EncoderLayer, EncoderOutput
 from budgetformer.errors import ModelFolderError, UsageError
-from budgetformer.router import Router, margins
+from budgetformer.router import Router, Routing, margins
 from budgetformer.schedule import Schedule
 
 
@@ -472,16 +472,17 @@ def _flag(asked: bool | None, default: bool | None) -> bool:
 
 def _routing_fields(out: EncoderOutput, again: Tensor | None = None) -> dict[str, Any]:
     """`again`: places of the inputs for which every unit ran once more."""
-    gates, blocks = (
-        torch.stack([routing.chosen for routing in kind], dim=1).float() if kind else None
-        for kind in (out.routings, out.block_routings)
-    )
-    for ran in (gates, blocks):
-        if ran is not None and again is not None and len(again):
+
+    def counted(routings: tuple[Routing, ...]) -> Tensor:
+        ran = torch.stack([routing.chosen for routing in routings], dim=1).float()
+        if again is not None:
             ran[again] += 1
+        return ran
+
+    gates = counted(out.routings)
     return {
         "gates": gates,
-        "blocks": blocks,
+        "blocks": counted(out.block_routings) if out.block_routings else None,
         "wanted": torch.stack([routing.share for routing in out.routings], dim=1).detach(),
         "head_share": gates.mean((1, 2)),
         "hidden_states": out.all_hidden,
