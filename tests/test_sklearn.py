@@ -1,6 +1,7 @@
 """The scikit-learn estimator: its contract, its data, its weights, its files, and what other tools do with it."""
 
 import copy
+import gc
 import json
 import random
 import warnings
@@ -53,6 +54,16 @@ def rows(count, seed=0, topics=("bird", "fruit", "tool")):
 
 TEXTS, LABELS = rows(240)
 FEW, FEW_LABELS = TEXTS[:48], LABELS[:48]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections():
+    """A fit measures memory, and so collects garbage a dozen times; what was imported is not looked through again."""
+    tiny().fit(FEW, FEW_LABELS)  # imports what training needs
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
