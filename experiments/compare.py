@@ -151,7 +151,6 @@ def main():
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--distillation", type=float, default=0.5)
-    parser.add_argument("--state-distillation", type=float, default=0.0)
     parser.add_argument("--control", type=int, default=1, help="0: leave out the fair control")
     parser.add_argument("--static", default="0.5,0.25,0.1", help="targets at which static pruning is compared")
     parser.add_argument("--students", default="", help="layers of the smaller dense models to compare with: 3,2")
@@ -270,8 +269,8 @@ def main():
     hard = torch.nn.functional.cross_entropy(
         answered.logits, torch.tensor([item["labels"] for item in test.items]), reduction="none"
     )
-    told = train.with_column("teacher_logits", taught.logits).with_column("teacher_states", taught.pooled)
-    distil = {"distillation": args.distillation, "state_distillation": args.state_distillation}
+    told = train.with_column("teacher_logits", taught.logits)
+    distil = {"distillation": args.distillation}
     asked = (args.static, args.random, args.static_twice)
     static_at, random_at, twice_at = ([float(t) for t in given.split(",") if t] for given in asked)
     if args.control:

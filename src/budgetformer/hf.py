@@ -32,7 +32,7 @@ class BudgetFormerConfig(PreTrainedConfig):
     model_type = "budgetformer"
     __no_type_check__ = True  # a run-time checker knows the fields, but not the words that the base class takes
     keys_to_ignore_at_inference = [  # noqa: RUF012
-        *("pooled", "gates", "blocks", "wanted", "head_share", "loss_parts", "hidden_states", "attentions")
+        *("gates", "blocks", "wanted", "head_share", "loss_parts", "hidden_states", "attentions")
     ]
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "num_layers",
@@ -72,7 +72,6 @@ class BudgetFormerConfig(PreTrainedConfig):
     label_smoothing: float = 0.0
     distillation: float = 0.0  # weight of the teacher's answer; the labels get the rest
     distillation_temperature: float = 2.0
-    state_distillation: float = 0.0  # weight of the distance from the teacher's pooled states
 
     def __post_init__(self, **kwargs: Any):
         for key, value in kwargs.items():
@@ -106,16 +105,15 @@ def refuse_implementation(key: str, value: Any) -> None:
 class BudgetFormerOutput(ModelOutput):
     """Output of both models.
 
-    loss: total. logits (batch, labels). pooled (batch, width): what the classifier saw. gates (batch, layer, head): how
-    often a head ran, 0 or 1, and once more for an input that was answered again (`BudgetConfig.cascade`). blocks
-    (batch, layer, block): the same of feed-forward blocks; None where they have no budget. wanted (batch, layer): the
-    share of heads that each budget controller asked for. head_share (batch,): the share that ran. loss_parts: the loss
-    by name. While training with `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
+    loss: total. logits (batch, labels). gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
+    input that was answered again (`BudgetConfig.cascade`). blocks (batch, layer, block): the same of feed-forward
+    blocks; None where they have no budget. wanted (batch, layer): the share of heads that each budget controller asked
+    for. head_share (batch,): the share that ran. loss_parts: the loss by name. While training with
+    `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    pooled: Tensor | None = None
     last_hidden_state: Tensor | None = None
     gates: Tensor | None = None
     blocks: Tensor | None = None
@@ -251,7 +249,6 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         teacher_logits: Tensor | None = None,
-        teacher_states: Tensor | None = None,
         sample_weight: Tensor | None = None,
         *,
         budget: float | Tensor | None = None,
@@ -265,16 +262,16 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """Classify a batch.
 
         labels: (batch,) class numbers, or (batch, labels) of 0 and 1. teacher_logits (batch, labels): the dense
-        twin's answer, to be distilled; teacher_states (batch, width): its pooled last states. sample_weight (batch,):
-        as in `losses.task`. budget, gates, blocks: as in `Encoder.forward`.
+        twin's answer, to be distilled. sample_weight (batch,): as in `losses.task`. budget, gates, blocks: as in
+        `Encoder.forward`.
         """
         input_ids = inputs_of(input_ids, inputs_embeds)
         keep = keep_of(input_ids, attention_mask)
         budget_config = self.config.budget_config
         if budget is None and not budget_config.routes:
-            gates = self._all(len(input_ids), self.config.num_heads) if gates is None else gates
-            if budget_config.blocks > 1 and blocks is None:
-                blocks = self._all(len(input_ids), budget_config.blocks)
+            every = self._everything(len(input_ids))
+            gates = every["gates"] if gates is None else gates
+            blocks = every.get("blocks") if blocks is None else blocks
         routed = gates is None and blocks is None and budget is None
         options: dict[str, Any] = {
             "need_weights": _flag(output_attentions, self.config.output_attentions),
@@ -283,7 +280,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         if self.training:
             options["explore"] = Schedule(budget=budget_config).at(self.progress)
         types = token_type_ids
-        rows = again = torch.zeros(0, dtype=torch.long, device=input_ids.device)
+        rows: Tensor | slice = slice(None)
+        again = None
         if routed and self.training and budget_config.whole > 0:
             out, rows = self._in_two(input_ids, keep, types, options)
         else:
@@ -292,18 +290,15 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         if routed and not self.training and budget_config.cascade > 0:
             sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
             again = (sure < budget_config.cascade).nonzero()[:, 0]
-        if len(again):
-            out = self._again(again, input_ids, keep, types, out, options)
-            logits = self.classifier(out.hidden, keep)
+            if len(again):
+                out = self._again(again, input_ids, keep, types, out, options)
+                logits = self.classifier(out.hidden, keep)
         parts = None
         if labels is not None:
-            among = rows if len(rows) else slice(None)
-            teacher = (teacher_logits, teacher_states)
-            parts = self._losses(logits, labels, teacher, sample_weight, out, keep, routed, among)
+            parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed, rows)
         output = BudgetFormerOutput(
             loss=None if parts is None else parts.total,
             logits=logits,
-            pooled=self.classifier.pool(out.hidden, keep),
             loss_parts=None if parts is None else parts.detached(),
             **_routing_fields(out, again),
         )
@@ -314,9 +309,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
         Returns the encoding (the routings are those of the routed inputs) and the places of the routed inputs.
         """
-        share, place = self.config.budget_config.whole, torch.arange(len(input_ids), device=input_ids.device)
-        # Spread evenly over the batch, which is sorted by length.
-        whole = ((place + 1) * share).floor() > (place * share).floor()
+        whole = spread_evenly(len(input_ids), self.config.budget_config.whole).to(input_ids.device)
         rows, others = (~whole).nonzero()[:, 0], whole.nonzero()[:, 0]
         out = self._part(rows, input_ids, keep, types, options)
         hidden = out.hidden.new_zeros(*input_ids.shape, out.hidden.shape[-1]).index_copy(0, rows, out.hidden)
@@ -344,18 +337,18 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
 
     def _everything(self, batch: int) -> dict[str, Tensor]:
         """Every unit on, as arguments of `encode`."""
-        blocks = self.config.budget_config.blocks
-        found = {"gates": self._all(batch, self.config.num_heads)}
-        return found | ({"blocks": self._all(batch, blocks)} if blocks > 1 else {})
-
-    def _all(self, batch: int, units: int) -> Tensor:
-        return torch.ones(batch, self.config.num_layers, units, device=self.device)
+        kinds = {"gates": self.config.num_heads, "blocks": self.config.budget_config.blocks}
+        return {
+            kind: torch.ones(batch, self.config.num_layers, units, device=self.device)
+            for kind, units in kinds.items()
+            if kind == "gates" or units > 1
+        }
 
     def _losses(
         self,
         logits: Tensor,
         labels: Tensor,
-        teacher: tuple[Tensor | None, Tensor | None],
+        told: Tensor | None,
         sample_weight: Tensor | None,
         out: EncoderOutput,
         keep: Tensor,
@@ -371,18 +364,14 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         )
         if not self.training:
             return losses.LossParts(task=task)
-        distilled = states = None
-        told, seen = teacher
+        distilled = None
         if told is not None and config.distillation > 0:
             distilled = config.distillation * losses.distillation(
                 logits, told.float(), problem, config.distillation_temperature, sample_weight=sample_weight
             )
             task = (1 - config.distillation) * task
-        if seen is not None and config.state_distillation > 0:
-            pooled = self.classifier.pool(out.hidden, keep).float()
-            states = config.state_distillation * losses.state_distance(pooled, seen.float(), sample_weight)
         budget_config = config.budget_config
-        parts = losses.LossParts(task=task, distillation=distilled, states=states)
+        parts = losses.LossParts(task=task, distillation=distilled)
         if not routed:
             return parts
         explore = Schedule(budget=budget_config).at(self.progress)
@@ -441,6 +430,12 @@ class BudgetSchedule(TrainerCallback):
     def on_train_end(self, args, state, control, *, model: Any = None, **kwargs):
         """After training the model is settled."""
         model.progress = 1.0
+
+
+def spread_evenly(batch: int, share: float) -> Tensor:
+    """A share of the places of a batch as True, (batch,), evenly spread: batches are sorted by length."""
+    place = torch.arange(batch)
+    return ((place + 1) * share).floor() > (place * share).floor()
 
 
 def inputs_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -17,7 +17,6 @@ class LossParts:
 
     task: Tensor | None = None
     distillation: Tensor | None = None
-    states: Tensor | None = None
     budget: Tensor | None = None
     entropy: Tensor | None = None
 
@@ -75,12 +74,6 @@ def distillation(
         student = F.log_softmax(logits / temperature, dim=-1)
         each = F.kl_div(student, F.softmax(teacher / temperature, dim=-1), reduction="none").sum(-1)
     return (each if sample_weight is None else each * sample_weight).mean() * temperature**2
-
-
-def state_distance(pooled: Tensor, teacher: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-    """Squared distance of pooled states (batch, width) from the teacher's, in units of the teacher's mean square."""
-    each = (pooled - teacher).square().mean(-1) / teacher.square().mean().clamp_min(1e-12)
-    return (each if sample_weight is None else each * sample_weight).mean()
 
 
 def difficulty(teacher: Tensor, labels: Tensor, problem: str) -> Tensor:

@@ -28,7 +28,7 @@ from budgetformer.text import Encoded, collator, length_batches
 class Predictions:
     """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,).
 
-    blocks (rows, layer, block) where feed-forward blocks have a budget. pooled (rows, width): what the classifier saw.
+    blocks (rows, layer, block) where feed-forward blocks have a budget.
     """
 
     logits: Tensor
@@ -38,7 +38,6 @@ class Predictions:
     seconds: float
     peak_memory_mb: float | None
     blocks: Tensor | None = None
-    pooled: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -49,7 +48,7 @@ def predict(
     device = next(model.parameters()).device
     collate = collator(model.config.pad_token_id or 0)
     batches = length_batches(encoded.lengths, batch_size)
-    logits, gates, blocks, wanted, pooled = [], [], [], [], []
+    logits, gates, blocks, wanted = [], [], [], []
     with peak_memory(device) as peak:
         start = time.perf_counter()
         for rows in batches:
@@ -61,7 +60,6 @@ def predict(
             if out.blocks is not None:
                 blocks.append(out.blocks.cpu())
             wanted.append(out.wanted.float().cpu())
-            pooled.append(out.pooled.float().cpu())
             if progress is not None:
                 progress(len(rows))
         seconds = time.perf_counter() - start
@@ -74,7 +72,6 @@ def predict(
         seconds,
         peak.megabytes,
         torch.cat(blocks)[back] if blocks else None,
-        torch.cat(pooled)[back],
     )
 
 

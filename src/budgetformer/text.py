@@ -13,8 +13,8 @@ from budgetformer.tokens import tokenise
 
 @dataclass
 class Encoded(Dataset):
-    """Tokenised inputs, one mapping each: input_ids, token_type_ids for pairs, labels, teacher_logits, teacher_states
-    and sample_weight when known.
+    """Tokenised inputs, one mapping each: input_ids, token_type_ids for pairs, labels, teacher_logits and
+    sample_weight when known.
 
     truncated: how many inputs were longer than the limit and were cut.
     """
@@ -71,9 +71,8 @@ def collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, Te
             batch["labels"] = torch.tensor(
                 [item["labels"] for item in items], dtype=torch.float32 if several else torch.long
             )
-        for name in ("teacher_logits", "teacher_states"):
-            if name in items[0]:
-                batch[name] = torch.stack([item[name] for item in items])
+        if "teacher_logits" in items[0]:
+            batch["teacher_logits"] = torch.stack([item["teacher_logits"] for item in items])
         if "sample_weight" in items[0]:
             batch["sample_weight"] = torch.tensor([item["sample_weight"] for item in items], dtype=torch.float32)
         return batch
