@@ -25,17 +25,16 @@ import pyarrow.parquet as pq
 import torch
 from scipy.stats import spearmanr
 
-from budgetformer import flops
 from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
-from budgetformer.hf import BudgetFormerForSequenceClassification
+from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
 from budgetformer.metrics import evaluate, predict, work
 from budgetformer.router import allocate, margins
 from budgetformer.settings import locate_model
 from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import start_from, unit_importance
+from budgetformer.training.importance import block_cost, fix_order, most_important, start_from, unit_importance
 from budgetformer.training.settling import settle, settle_cascade
 
 
@@ -43,14 +42,14 @@ class FixedUnits(BudgetFormerForSequenceClassification):
     """The same heads, and the same blocks, for every input: static pruning. With second answers, where asked for."""
 
     def forward(self, input_ids, budget=None, **kwargs):
-        config, place = self.config.budget_config, torch.arange(len(input_ids))
+        config = self.config.budget_config
         kinds = {"gates": self.fixed, "blocks": self.fixed_blocks}
         fixed = {k: v.repeat(len(input_ids), 1, 1) for k, v in kinds.items() if v is not None}
         if budget == 1.0:
             fixed = {kind: torch.ones_like(gates) for kind, gates in fixed.items()}
-        if self.training:
-            whole = ((place + 1) * config.whole).floor() > (place * config.whole).floor()
-            fixed = {kind: gates.index_fill(0, whole.nonzero()[:, 0], 1.0) for kind, gates in fixed.items()}
+        if self.training and config.whole > 0:
+            whole = spread_evenly(len(input_ids), config.whole).nonzero()[:, 0]
+            fixed = {kind: gates.index_fill(0, whole, 1.0) for kind, gates in fixed.items()}
         out = super().forward(input_ids, **fixed, **kwargs)
         if self.training or config.cascade == 0 or budget is not None:
             return out
@@ -97,26 +96,6 @@ def student(model, layers, **config):
     return made
 
 
-def kept(heads, blocks, share, block_cost):
-    """The most important units per operation, at least one a layer and kind, that cost `share` of all: two 0/1 tables.
-
-    block_cost: what a block costs, in heads. blocks None: of the heads alone.
-    """
-    tables = [heads] if blocks is None else [heads, blocks / block_cost]
-    costs = (
-        [torch.ones_like(heads)] if blocks is None else [torch.ones_like(heads), torch.full_like(blocks, block_cost)]
-    )
-    on = [torch.zeros_like(table).scatter_(1, table.argmax(1, keepdim=True), 1.0) for table in tables]
-    flat, cost = torch.cat([t.flatten() for t in tables]), torch.cat([c.flatten() for c in costs])
-    chosen = torch.cat([t.flatten() for t in on])
-    for place in flat.argsort(descending=True).tolist():
-        fits = float(chosen @ cost + 0.5 * cost[place]) <= share * float(cost.sum())
-        if chosen[place] == 0 and fits:
-            chosen[place] = 1.0
-    heads_on = chosen[: heads.numel()].view_as(heads)
-    return heads_on, None if blocks is None else chosen[heads.numel() :].view_as(blocks)
-
-
 def brief(scored):
     return {key: scored[key] for key in ("accuracy", "units_flops_share", "units_flops_share_std", "head_share")}
 
@@ -144,7 +123,10 @@ def main():
     parser.add_argument("--output", required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=3, help="of the dense model, and again of everybody after it")
+    parser.add_argument("--recovery-epochs", type=int, help="of everybody after the dense model, in place of --epochs")
+    parser.add_argument("--recovery-rate", type=float, help="their learning rate, in place of --learning-rate")
     parser.add_argument("--targets", default="0.5,0.25,0.1")
+    parser.add_argument("--also", default="", help="budgets to which the second answers of each target are set too")
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--threads", type=int, default=1)
@@ -201,11 +183,12 @@ def main():
     if output.is_file():  # go on where an earlier run stopped
         result["models"] = json.loads(output.read_text())["models"]
 
-    def options(epochs):
+    def options(name):
+        first = name == "dense"
         return FitOptions(
             output_dir=tempfile.mkdtemp(),
-            epochs=epochs,
-            learning_rate=args.learning_rate,
+            epochs=args.epochs if first else args.recovery_epochs or args.epochs,
+            learning_rate=args.learning_rate if first else args.recovery_rate or args.learning_rate,
             seed=args.seed,
             bf16=args.bf16,
             keep_checkpoints=False,
@@ -224,19 +207,31 @@ def main():
             if fixed:
                 (folder / "fixed.json").write_text(json.dumps(fixed))
 
-    def run(name, model, data, epochs=args.epochs):
+    def run(name, model, data):
         if name in result["models"]:
             return model
         torch.manual_seed(args.seed)
         start = time.time()
-        fit(model, data, None, options(epochs))
+        fit(model, data, None, options(name))
         seconds = time.time() - start
         if name.startswith("budgeted"):
             settle(model, data)
         if model.config.budget_config.first < 1:
-            result["models"][f"{name}:first"] = brief(evaluate(model, test, details=False))
-            result["models"][f"{name}:whole"] = brief(evaluate(model, test, budget=1.0, details=False))
+            for budget in (None, 1.0, *model.config.budget_config.levels):
+                label = {None: "first", 1.0: "whole"}.get(budget, budget)
+                result["models"][f"{name}:{label}"] = brief(evaluate(model, test, budget=budget, details=False))
             settle_cascade(model, held)
+        measure(name, model, seconds)
+        for budget in map(float, filter(None, args.also.split(","))):
+            if name.startswith("budgeted") and model.config.budget_config.first < 1:
+                # The same model with more second answers.
+                target = model.config.budget_config.first_target
+                model.config.budget = {**model.config.budget, "target": budget, "first": target / budget}
+                settle_cascade(model, held)
+                measure(f"{name}:also@{budget}", model, 0.0)
+        return model
+
+    def measure(name, model, seconds):
         scored = evaluate(model, test, details=name.startswith("budgeted"))
         scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
         if name.startswith("budgeted"):
@@ -254,7 +249,6 @@ def main():
             f"{scored.get('shares_by_layer', '')}",
             flush=True,
         )
-        return model
 
     if args.dense and Path(args.dense).is_dir():
         dense = BudgetFormerForSequenceClassification.from_pretrained(args.dense)
@@ -285,14 +279,14 @@ def main():
         group_neurons(dense, blocks, args.grouping, train, seed=args.seed)
     ranked, ranked_blocks = unit_importance(dense, train, blocks=blocks, seed=args.seed)
     ranked_blocks = ranked_blocks if blocks > 1 else None
-    sizes = dense.config.encoder_config
-    length = torch.tensor([sum(train.lengths) / len(train)])
-    block_cost = float(flops.feed_forward(length, sizes) / blocks / flops.head(length, sizes))
     for target in map(float, args.targets.split(",")):
         budgeted = variant(
             dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
         )
-        if budgeted.config.budget_config.prior > 0:
+        cost = block_cost(budgeted, train)
+        if budgeted.config.budget_config.relevance == "fixed":
+            fix_order(budgeted, ranked, ranked_blocks, cost)
+        elif budgeted.config.budget_config.prior > 0:
             start_from(budgeted, ranked, budgeted.config.budget_config.prior, ranked_blocks)
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
@@ -300,14 +294,14 @@ def main():
             static = variant(dense, FixedUnits, **distil)
             freeze_routers(static)
             spent = reached.get("units_flops_share", reached["head_share"])
-            static.fixed, static.fixed_blocks = kept(ranked, ranked_blocks, spent, block_cost)
+            static.fixed, static.fixed_blocks = most_important(ranked, ranked_blocks, spent, cost)
             if blocks > 1:
                 static.config.budget = vars(BudgetConfig(scope="heads+blocks", ffn_blocks=blocks))  # for its costs
             run(f"static@{target}", static, told)
         if target in twice_at:
             fixed = variant(dense, FixedUnits, **distil)
             freeze_routers(fixed)
-            fixed.fixed, fixed.fixed_blocks = kept(ranked, ranked_blocks, target * args.first, block_cost)
+            fixed.fixed, fixed.fixed_blocks = most_important(ranked, ranked_blocks, target * args.first, cost)
             asked_again = {"target": target, "first": args.first, "whole": args.whole}
             fixed.config.budget = vars(BudgetConfig(scope="heads+blocks", ffn_blocks=blocks, **asked_again))
             run(f"static-twice@{target}", fixed, told)

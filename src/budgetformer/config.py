@@ -13,6 +13,7 @@ NORMS = ("post", "pre")
 POOLINGS = ("mean", "first")
 ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
+RELEVANCES = ("learned", "fixed")
 SCOPES = ("heads", "heads+blocks")
 GROUPINGS = ("contiguous", "weights", "coactivation")
 MULTI_LABEL = "multi_label_classification"  # the problem type of a model that gives a text several labels, or none
@@ -35,7 +36,8 @@ class BudgetConfig:
     `target` is the mean share of the units' FLOPs that training aims at, in (0, 1]. `scope` says what the units are:
     heads, or heads and blocks of feed-forward neurons, `ffn_blocks` equal ones in each layer; one target holds over
     all of them. `view` is what a router sees of an input: the mean over real tokens, alone or beside the first token
-    or the maximum.
+    or the maximum. `relevance` says whose order the units have: learned, of each input, or fixed, that of the dense
+    twin's importance, so that what an input gets of its own is a second answer.
     """
 
     target: float = 1.0
@@ -47,8 +49,10 @@ class BudgetConfig:
     first: float = 1.0  # share of the target that the first answers spend; the second ones get the rest; 1: no second
     cascade: float = 0.0  # margin between the two best probabilities below which an input is answered again
     whole: float = 0.0  # share of the inputs of a training step that run with every unit on
+    levels: Sequence[float] = ()  # budgets that as many inputs each run with, so that training answers at these too
     router_hidden: int = 64
     view: str = "mean"
+    relevance: str = "learned"
     prior: float = 1.0  # scale of the dense twin's head importance in the scores that a router starts from
     # exploration -> exploitation, as shares of training progress
     anneal_until: float = 0.5  # the budget has come down from 1 to the target
@@ -81,6 +85,17 @@ class BudgetConfig:
         need("first", paid, 'a second answer runs whole layers, so the budget must too: scope="heads+blocks"')
         need("cascade", 0.0 <= self.cascade <= 1.0, "is a difference of probabilities, so it must lie in [0, 1]")
         need("whole", 0.0 <= self.whole < 1.0, "is a share of the inputs, so it must lie in [0, 1)")
+        object.__setattr__(self, "levels", tuple(self.levels))  # JSON has lists
+        shares = all(isinstance(level, int | float) and 0.0 < level < 1.0 for level in self.levels)
+        need("levels", shares, "every level is a share of the units, so it must lie in (0, 1)")
+        room = not self.levels or 0.0 < self.whole * (1 + len(self.levels)) < 1.0
+        need("levels", room, f"each takes whole={self.whole} of the inputs, and some must be left; change whole")
+        need("relevance", self.relevance in RELEVANCES, f"choose one of {', '.join(RELEVANCES)}")
+        need(
+            "relevance",
+            self.relevance == "learned" or self.prior > 0,
+            "a fixed order is the prior's: prior must be above 0",
+        )
         need("router_hidden", self.router_hidden >= 1, "must be 1 or more")
         need("tau_end", 0.0 < self.tau_end <= self.tau_start, "must be above 0 and at most tau_start")
         for name in ("anneal_until", "explore_until"):

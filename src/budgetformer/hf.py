@@ -305,17 +305,20 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _in_two(self, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
-        """A training step in which a share of the inputs runs whole, so that the model stays good at its full size.
+        """A training step in which some inputs run whole, and some at named budgets, so that the model is good there.
 
         Returns the encoding (the routings are those of the routed inputs) and the places of the routed inputs.
         """
-        whole = spread_evenly(len(input_ids), self.config.budget_config.whole).to(input_ids.device)
-        rows, others = (~whole).nonzero()[:, 0], whole.nonzero()[:, 0]
+        config = self.config.budget_config
+        part = spread_evenly(len(input_ids), config.whole, 1 + len(config.levels)).to(input_ids.device)
+        rows = (part == 0).nonzero()[:, 0]
         out = self._part(rows, input_ids, keep, types, options)
         hidden = out.hidden.new_zeros(*input_ids.shape, out.hidden.shape[-1]).index_copy(0, rows, out.hidden)
-        if len(others):
-            every = self._part(others, input_ids, keep, types, options | self._everything(len(others)))
-            hidden = hidden.index_copy(0, others, every.hidden)
+        for number, budget in enumerate((1.0, *config.levels), start=1):
+            others = (part == number).nonzero()[:, 0]
+            if len(others):
+                named = self._part(others, input_ids, keep, types, options | {"budget": budget})
+                hidden = hidden.index_copy(0, others, named.hidden)
         return replace(out, hidden=hidden), rows
 
     def _again(self, rows, input_ids, keep, types, out: EncoderOutput, options: dict[str, Any]) -> EncoderOutput:
@@ -432,10 +435,20 @@ class BudgetSchedule(TrainerCallback):
         model.progress = 1.0
 
 
-def spread_evenly(batch: int, share: float) -> Tensor:
-    """A share of the places of a batch as True, (batch,), evenly spread: batches are sorted by length."""
-    place = torch.arange(batch)
-    return ((place + 1) * share).floor() > (place * share).floor()
+GOLDEN = 0.6180339887  # multiples of it, modulo 1, leave no gaps and no heaps
+
+
+def spread_evenly(batch: int, share: float, parts: int = 1) -> Tensor:
+    """To which of `parts` parts each place of a batch belongs, counted from 1; what is left is part 0: (batch,).
+
+    Each part gets a share of the places, all over the batch, since that is sorted by length, and others at each call.
+    Part 0 is never empty.
+    """
+    point = (torch.arange(batch) * GOLDEN + torch.rand(())) % 1
+    part = (point / share).long() + 1
+    part[part > parts] = 0
+    part[point.argmax()] = 0
+    return part
 
 
 def inputs_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -28,6 +28,8 @@ class Schedule:
     def at(self, progress: float) -> Exploration:
         """The exploration at `progress`: 0 is the first step of training, 1 the last."""
         b, progress = self.budget, min(max(progress, 0.0), 1.0)
+        if b.relevance == "fixed":  # nothing is to be found out
+            return self.settled
         remaining = max(0.0, 1.0 - progress / b.anneal_until) if b.anneal_until > 0 else 0.0
         noisy = max(0.0, 1.0 - progress / b.explore_until) if b.explore_until > 0 else 0.0
         return Exploration(

@@ -159,7 +159,7 @@ def _configs(config: dict[str, Any], path: Path) -> tuple[EncoderConfig, BudgetC
         # Both classes compare and do not ask for types: 1.5 heads or an epsilon of NaN would pass.
         for field in fields(cls):
             value = given.get(field.name, field.default)
-            if field.name in ("kept_heads", "kept_blocks"):  # lists, which the class looks at itself
+            if field.name in ("kept_heads", "kept_blocks", "levels"):  # lists, which the class looks at itself
                 continue
             if not (value is None and field.default is None) and not _like(value, field.default):
                 raise ModelFolderError(f"{path}: {owner}{field.name} is {str(value)[:40]!r}; restore the file")

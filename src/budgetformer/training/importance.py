@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from budgetformer import flops
 from budgetformer.text import Encoded, collator
 
 
@@ -52,6 +53,58 @@ def start_from(model: Any, importance: Tensor, scale: float, blocks: Tensor | No
     if blocks is not None:
         for layer, found in zip(layers, blocks, strict=True):
             layer.feed_forward.router.scorer.bias.copy_(scale * _scores(found))
+
+
+def most_important(
+    heads: Tensor, blocks: Tensor | None, share: float, block_cost: float
+) -> tuple[Tensor, Tensor | None]:
+    """The most important units per operation that cost `share` of all, at least one a layer and kind: 0/1 tables.
+
+    heads, blocks (layer, unit): importance; blocks None: of the heads alone. block_cost: what a block costs, in heads.
+    """
+    tables = [heads] if blocks is None else [heads, blocks / block_cost]
+    costs = [torch.ones_like(heads)]
+    if blocks is not None:
+        costs.append(torch.full_like(blocks, block_cost))
+    on = [torch.zeros_like(table).scatter_(1, table.argmax(1, keepdim=True), 1.0) for table in tables]
+    flat, cost, chosen = (torch.cat([table.flatten() for table in part]) for part in (tables, costs, on))
+    for place in flat.argsort(descending=True).tolist():
+        fits = float(chosen @ cost + 0.5 * cost[place]) <= share * float(cost.sum())
+        if chosen[place] == 0 and fits:
+            chosen[place] = 1.0
+    heads_on = chosen[: heads.numel()].view_as(heads)
+    return heads_on, None if blocks is None else chosen[heads.numel() :].view_as(blocks)
+
+
+def block_cost(model: Any, encoded: Encoded) -> float:
+    """What a block of feed-forward neurons costs, in heads, at the texts' mean length."""
+    sizes, length = model.config.encoder_config, torch.tensor([sum(encoded.lengths) / len(encoded)])
+    blocks = model.config.budget_config.blocks
+    return float(flops.feed_forward(length, sizes) / blocks / flops.head(length, sizes))
+
+
+@torch.no_grad()
+def fix_order(model: Any, heads: Tensor, blocks: Tensor | None, cost: float) -> None:
+    """Let every input have its units in the twin's order of importance, as many as the first answers' target buys.
+
+    The routers learn nothing then (`BudgetConfig.relevance`): they are the most important units per operation, and a
+    budget named by the caller adds to them or takes from them in that order. cost: of a block, in heads.
+    """
+    encoder, budget = model.budgetformer.encoder, model.config.budget_config
+    first = most_important(heads, blocks, budget.first_target, cost)
+    kinds = [(heads, first[0], encoder.profile, [layer.attention.router for layer in encoder.layers])]
+    if blocks is not None:
+        routers = [layer.feed_forward.router for layer in encoder.layers]
+        kinds.append((blocks, first[1], encoder.block_profile, routers))
+    for found, on, profile, routers in kinds:
+        for router, row, share in zip(routers, _scores(found), on.mean(1), strict=True):
+            lowest = min(budget.min_units, router.units) / router.units
+            router.scorer.weight.zero_()
+            router.scorer.bias.copy_(row)
+            # The controller's last weights are zero: its bias alone says how many.
+            router.controller[2].bias.copy_(torch.logit((share - lowest) / (1 - lowest), eps=1e-4))
+            router.requires_grad_(False)
+        profile.copy_(on.mean(1))
 
 
 def _scores(found: Tensor) -> Tensor:

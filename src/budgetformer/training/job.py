@@ -26,7 +26,7 @@ from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, FitResult, fit, silent
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import start_from, unit_importance
+from budgetformer.training.importance import block_cost, fix_order, start_from, unit_importance
 from budgetformer.training.settling import hold_out, settle, settle_cascade
 from budgetformer.training.trainer import without_bar
 
@@ -213,9 +213,13 @@ def fit_budgeted(
         with torch.no_grad():
             told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
     budgeted = budgeted_from(dense, budget, settings)
-    if budget.prior > 0:
+    if budget.prior > 0 or budget.relevance == "fixed":
         heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
-        start_from(budgeted, heads, budget.prior, blocks if budget.blocks > 1 else None)
+        blocks = blocks if budget.blocks > 1 else None
+        if budget.relevance == "fixed":
+            fix_order(budgeted, heads, blocks, block_cost(budgeted, train_rows))
+        else:
+            start_from(budgeted, heads, budget.prior, blocks)
     options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs, keep_checkpoints)
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":

@@ -1,0 +1,193 @@
+"""Training at named budgets beside the learned one, and one order of units for all inputs."""
+
+import numpy as np
+import pytest
+import torch
+
+from budgetformer import metrics
+from budgetformer.config import BudgetConfig
+from budgetformer.engine import Engine
+from budgetformer.errors import UsageError
+from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
+from budgetformer.router import Router
+from budgetformer.schedule import Schedule
+from budgetformer.text import Encoded
+from budgetformer.tokens import Tokens
+from budgetformer.training.importance import block_cost, fix_order, most_important
+from core_helpers import VOCABULARY, flop_counter, hf_config, ids_and_keep, save_tokenizer, stir
+
+BLOCKS = 5
+SIZES = {"intermediate_size": 32 * BLOCKS, "num_labels": 3, "dropout": 0.0, "classifier_dropout": 0.0}
+FIXED = {"scope": "heads+blocks", "ffn_blocks": BLOCKS, "relevance": "fixed", "target": 0.6, "first": 0.5}
+LEVELS = {"whole": 0.2, "levels": (0.3, 0.6)}
+LENGTHS = [7, 3, 9, 1, 7, 4, 9, 2, 6, 8, 3, 5]
+
+
+def model_of(seed=3, **budget):
+    torch.manual_seed(seed)
+    return BudgetFormerForSequenceClassification(hf_config(BudgetConfig(**budget), initializer_range=0.5, **SIZES))
+
+
+def texts_of(lengths=LENGTHS):
+    dice = np.random.default_rng(0)
+    return Encoded([{"input_ids": dice.integers(1, VOCABULARY, n).tolist(), "labels": n % 3} for n in lengths])
+
+
+def fixed_model(seed=3, **changes):
+    """A model with one order of units for all inputs, and the importance it was told."""
+    model = model_of(seed, **{**FIXED, **changes})
+    dice = torch.Generator().manual_seed(seed)
+    heads, blocks = torch.rand(3, 7, generator=dice), torch.rand(3, BLOCKS, generator=dice)
+    fix_order(model, heads, blocks, block_cost(model, texts_of()))
+    return model, heads, blocks
+
+
+# ---------------------------------------------------------------- who trains at which budget
+
+
+@pytest.mark.parametrize(("share", "parts"), [(0.2, 1), (0.2, 3), (0.3, 3), (0.05, 2)])
+def test_parts_of_a_batch_have_their_shares_everywhere_in_it(share, parts):
+    torch.manual_seed(0)
+    calls = torch.stack([spread_evenly(32, share, parts) for _ in range(300)])
+    for part in range(1, parts + 1):
+        of_each = (calls == part).sum(1)
+        assert (of_each - 32 * share).abs().max() <= 2, "in every batch, up to rounding"
+        where = (calls == part).float().mean(0)
+        assert where.min() > share / 2
+        assert where.max() < share * 2, "no place of the batch, and so no length, belongs to one part"
+    rest = 1 - share * parts
+    assert float((calls == 0).float().mean()) == pytest.approx(rest, abs=0.02)
+
+
+def test_some_input_is_always_routed():
+    torch.manual_seed(1)
+    for batch in (1, 2, 3):
+        for _ in range(50):
+            assert (spread_evenly(batch, 0.3, 3) == 0).any()
+
+
+def test_a_step_runs_every_part_at_its_budget():
+    model = stir(model_of(target=0.4, scope="heads+blocks", ffn_blocks=BLOCKS, **LEVELS)).train()
+    model.progress = 1.0
+    ids, keep = ids_and_keep(LENGTHS, 9)
+    torch.manual_seed(5)
+    part = spread_evenly(len(ids), 0.2, 3)
+    assert set(part.tolist()) == {0, 1, 2, 3}
+    profile = model.budgetformer.encoder.profile.clone()
+    torch.manual_seed(5)
+    out = model(ids, keep, labels=torch.arange(len(ids)) % 3)
+    model.eval()
+    assert torch.equal(profile, torch.ones(3)), "or the budgets below would be spread over the layers otherwise"
+    model.budgetformer.encoder.profile.fill_(1.0)
+    model.budgetformer.encoder.block_profile.fill_(1.0)
+    for number, budget in enumerate((None, 1.0, 0.3, 0.6)):
+        rows = part == number
+        with torch.no_grad():
+            alone = model(ids[rows], keep[rows], budget=budget)
+        torch.testing.assert_close(out.logits[rows], alone.logits, rtol=1e-4, atol=1e-4)
+        if number == 0:
+            assert torch.equal(out.gates, alone.gates), "the fields of routing are those of the routed inputs"
+
+
+def test_levels_that_leave_nobody_to_be_routed_are_refused():
+    for wrong in ({"levels": (0.3,)}, {"whole": 0.4, "levels": (0.3, 0.6)}):
+        with pytest.raises(UsageError, match="some must be left"):
+            BudgetConfig(target=0.5, **wrong)
+    for level in (0.0, 1.0, "0.5", float("nan")):
+        with pytest.raises(UsageError, match="every level is a share"):
+            BudgetConfig(target=0.5, whole=0.2, levels=(level,))
+    with pytest.raises(UsageError, match="relevance='fix'"):
+        BudgetConfig(relevance="fix")
+
+
+# ---------------------------------------------------------------- one order for all inputs
+
+
+def test_every_input_runs_the_most_important_units():
+    model, heads, blocks = fixed_model()
+    ids, keep = ids_and_keep(LENGTHS, 9)
+    with torch.no_grad():
+        out = model.eval()(ids, keep)
+    first = model.config.budget_config.first_target
+    on, blocks_on = most_important(heads, blocks, first, block_cost(model, texts_of()))
+    assert torch.equal(out.gates, on.expand(len(ids), -1, -1))
+    assert torch.equal(out.blocks, blocks_on.expand(len(ids), -1, -1))
+    share = metrics.costs(metrics.predict(model, texts_of()), model.config)["units_flops_share"]
+    assert share == pytest.approx(first, abs=0.03), "one head is .02 of the units"
+
+
+def test_the_most_important_units_by_hand():
+    heads = torch.tensor([[4.0, 3.0, 0.1], [2.0, 0.5, 0.2]])
+    blocks = torch.tensor([[6.0, 1.0], [0.3, 0.2]])  # per operation .5 times that
+    on, blocks_on = most_important(heads, blocks, 8 / 14, 2.0)
+    # The best of each layer and kind cost 1 + 1 + 2 + 2; the next by importance per operation are a head (3.0) and,
+    # since nothing more fits after it, a head of .5 in the other layer.
+    assert on.tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert blocks_on.tolist() == [[1, 0], [1, 0]]
+    assert most_important(heads, None, 0.5, 1.0)[0].tolist() == [[1, 1, 0], [1, 0, 0]]
+
+
+def test_more_budget_adds_units_and_takes_none_away():
+    model, *_ = fixed_model()
+    ids, keep = ids_and_keep(LENGTHS, 9)
+    before = None
+    for budget in (0.2, 0.3, 0.45, 0.6, 0.8, 1.0):
+        with torch.no_grad():
+            out = model.eval()(ids, keep, budget=budget)
+        units = torch.cat([out.gates, out.blocks], dim=2)
+        assert before is None or bool((units >= before).all())
+        before = units
+    assert before is not None
+    assert bool((before == 1).all())
+
+
+def test_training_leaves_the_order_alone_and_computes_no_more_than_it_asks_for():
+    model, *_ = fixed_model(**LEVELS)
+    routers = {name: p.clone() for name, p in model.named_parameters() if ".router." in name}
+    shares = model.budgetformer.encoder.profile.clone(), model.budgetformer.encoder.block_profile.clone()
+    ids, keep = ids_and_keep([9] * 30, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()
+    model.progress = 0.0  # nothing is explored, from the first step on
+
+    def step(**named):
+        optimizer.zero_grad()
+        with flop_counter() as counter:
+            model(ids, keep, labels=torch.arange(30) % 3, **named).loss.backward()
+        optimizer.step()
+        return counter.get_total_flops()
+
+    dense, ours = step(budget=1.0), step()
+    # A fifth each at 1, .3 and .6, the rest at .3; routers, classifier and what every input pays for come on top.
+    assert ours / dense == pytest.approx(0.2 * 1.9 + 0.4 * 0.3, abs=0.08)
+    for name, parameter in model.named_parameters():
+        assert name not in routers or torch.equal(parameter, routers[name]), name
+        assert ".router." not in name or parameter.grad is None, name
+    torch.testing.assert_close(model.budgetformer.encoder.profile, shares[0])
+    torch.testing.assert_close(model.budgetformer.encoder.block_profile, shares[1])
+    assert sum(isinstance(module, Router) for module in model.modules()) == 6
+
+
+def test_nothing_is_explored_where_the_order_is_fixed():
+    fixed, learned = (BudgetConfig(target=0.5, relevance=which) for which in ("fixed", "learned"))
+    for progress in (0.0, 0.3, 1.0):
+        assert Schedule(budget=fixed).at(progress) == Schedule(budget=fixed).settled
+    assert Schedule(budget=learned).at(0.0).sample
+
+
+@pytest.mark.parametrize("path", ["auto", "torch"])
+def test_a_folder_keeps_order_and_levels_and_the_engine_answers_alike(path, tmp_path):
+    model, *_ = fixed_model(**LEVELS)
+    model.config.budget = {**model.config.budget, "cascade": 0.1}
+    save_tokenizer(tmp_path)
+    model.save_pretrained(tmp_path)
+    again = BudgetFormerForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert again.config.budget_config == model.config.budget_config
+    assert again.config.budget_config.levels == (0.3, 0.6)
+    texts = texts_of()
+    wanted = metrics.predict(again, texts)
+    tokens = [Tokens(ids=item["input_ids"], types=None, truncated=False) for item in texts.items]
+    found = Engine.load(tmp_path, path=path).answer(tokens).output
+    assert np.allclose(found.logits, wanted.logits.numpy(), atol=1e-4)
+    assert np.array_equal(found.gates, wanted.gates.numpy())
+    assert 0 < (found.gates > 1).any((1, 2)).sum() < len(tokens), "some are answered twice"
