@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from budgetformer import metrics
+from budgetformer import flops, metrics
 from budgetformer.config import BudgetConfig
 from budgetformer.engine import Engine
 from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
 from budgetformer.router import Router
 from budgetformer.schedule import Schedule
+from budgetformer.settings import TrainSettings
 from budgetformer.text import Encoded
 from budgetformer.tokens import Tokens
+from budgetformer.training import job
 from budgetformer.training.importance import block_cost, fix_order, most_important
 from core_helpers import VOCABULARY, flop_counter, hf_config, ids_and_keep, save_tokenizer, stir
 
@@ -191,3 +193,74 @@ def test_a_folder_keeps_order_and_levels_and_the_engine_answers_alike(path, tmp_
     assert np.allclose(found.logits, wanted.logits.numpy(), atol=1e-4)
     assert np.array_equal(found.gates, wanted.gates.numpy())
     assert 0 < (found.gates > 1).any((1, 2)).sum() < len(tokens), "some are answered twice"
+
+
+# ---------------------------------------------------------------- what `train` takes where nothing is said
+
+
+def settings_of(**named):
+    return TrainSettings(data="unused", output_dir="unused", **named)
+
+
+def test_blocks_are_trained_in_a_fixed_order_with_second_answers_unless_told_otherwise():
+    both = job.budget_of(settings_of(scope="heads+blocks", target_budget=0.25))
+    assert (both.relevance, both.first, both.whole, both.levels) == ("fixed", 0.6, 0.2, (0.25, 0.5))
+    assert job.budget_of(settings_of(scope="heads+blocks", target_budget=0.6)).levels == (0.6,)
+    heads = job.budget_of(settings_of(target_budget=0.25))
+    assert (heads.relevance, heads.first, heads.whole, heads.levels) == ("learned", 1.0, 0.0, ())
+    told = {"scope": "heads+blocks", "relevance": "learned", "first_share": 1.0, "target_budget": 0.25}
+    alone = job.budget_of(settings_of(**told))
+    assert (alone.relevance, alone.first, alone.whole, alone.levels) == ("learned", 1.0, 0.0, ())
+    named = job.budget_of(settings_of(**told, levels="0.1,0.7", whole_share=0.3))
+    assert (named.whole, named.levels) == (0.3, (0.1, 0.7))
+    dense = job.budget_of(settings_of(scope="heads+blocks", target_budget=1.0))
+    assert not dense.routes
+    assert dense.first == 1.0
+
+
+@pytest.mark.parametrize("wrong", ["0.5;0.2", "1", "0,0.5", "half", ""])
+def test_levels_that_are_no_shares_are_refused(wrong):
+    with pytest.raises(UsageError, match="shares in \\(0, 1\\), separated by commas"):
+        settings_of(levels=wrong)
+
+
+@pytest.mark.parametrize(
+    ("named", "epochs", "rate"),
+    [
+        ({"scope": "heads+blocks"}, 6, 2e-3),
+        ({"scope": "heads+blocks", "recovery_epochs": 5, "recovery_rate": 4e-3}, 5, 4e-3),
+        ({"scope": "heads+blocks", "relevance": "learned"}, 3, 1e-3),
+        ({}, 3, 1e-3),
+    ],
+)
+def test_a_fixed_order_recovers_for_longer(monkeypatch, tmp_path, named, epochs, rate):
+    seen = []
+
+    def listen(model, train, validation, options, **rest):
+        seen.append((model.config.budget_config.relevance, options.epochs, options.learning_rate))
+
+    monkeypatch.setattr(job, "fit", listen)
+    asked = settings_of(target_budget=0.5, ffn_blocks=BLOCKS, epochs=3, learning_rate=1e-3, distillation=0.0, **named)
+    job.fit_budgeted(model_of(), job.budget_of(asked), texts_of(), None, asked, tmp_path, print)
+    relevance = "fixed" if named and named.get("relevance") is None else "learned"
+    assert seen == [(relevance, epochs, pytest.approx(rate))]
+
+
+def test_a_fixed_order_is_trained_settled_and_kept(tmp_path):
+    options = {"epochs": 1, "bf16": "off", "quiet": True}
+    asked = settings_of(scope="heads+blocks", target_budget=0.6, ffn_blocks=BLOCKS, **options)
+    budget = job.budget_of(asked)
+    dense = model_of()
+    torch.manual_seed(0)
+    texts = texts_of(LENGTHS * 4)
+    made, _ = job.fit_budgeted(
+        dense, budget, texts, None, asked, tmp_path, print, keep_checkpoints=False, held=texts_of(LENGTHS[::-1] * 2)
+    )
+    answers = metrics.predict(made.eval(), texts)
+    once = answers.gates[flops.again(answers.gates) == 0]
+    assert 0 < len(once) < len(texts)
+    assert torch.equal(once, once[:1].expand_as(once))
+    first = made.config.budget_config.first_target
+    made.config.budget = {**made.config.budget, "cascade": 0.0}
+    alone = metrics.costs(metrics.predict(made, texts), made.config)["units_flops_share"]
+    assert alone == pytest.approx(first, abs=0.03)

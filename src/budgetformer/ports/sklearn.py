@@ -33,9 +33,10 @@ from budgetformer.settings import PredictSettings, TrainSettings
 
 ABOUT = "sklearn.json"  # what scikit-learn knows and a model folder does not: the labels' own type, the parameters
 SAME = (  # parameters that are settings of `budgetformer train` under the same name
-    *("model", "target_budget", "scope", "ffn_blocks", "first_share", "whole_share"),
+    *("model", "target_budget", "scope", "ffn_blocks", "relevance", "first_share", "whole_share", "levels"),
     *("max_length", "pooling", "freeze_embeddings"),
-    *("epochs", "dense_epochs", "batch_size", "learning_rate", "router_learning_rate", "weight_decay", "warmup_ratio"),
+    *("epochs", "dense_epochs", "recovery_epochs", "batch_size", "learning_rate", "recovery_rate"),
+    *("router_learning_rate", "weight_decay", "warmup_ratio"),
     *("label_smoothing", "distillation", "distillation_temperature", "bf16", "threads"),
 )
 IN_USE = ("budget", "margin", "dtype", "threads")  # of `budgetformer predict`
@@ -65,16 +66,20 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         model="demo",
         target_budget=0.4,
         scope="heads",
-        ffn_blocks=12,
-        first_share=1.0,
+        ffn_blocks=24,
+        relevance=None,
+        first_share=None,
         whole_share=0.2,
+        levels=None,
         max_length=128,
         pooling="mean",
         freeze_embeddings=True,
         epochs=4,
         dense_epochs=None,
+        recovery_epochs=None,
         batch_size=32,
         learning_rate=1e-4,
+        recovery_rate=None,
         router_learning_rate=1e-3,
         weight_decay=0.01,
         warmup_ratio=0.06,
@@ -94,15 +99,19 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         self.target_budget = target_budget
         self.scope = scope
         self.ffn_blocks = ffn_blocks
+        self.relevance = relevance
         self.first_share = first_share
         self.whole_share = whole_share
+        self.levels = levels
         self.max_length = max_length
         self.pooling = pooling
         self.freeze_embeddings = freeze_embeddings
         self.epochs = epochs
         self.dense_epochs = dense_epochs
+        self.recovery_epochs = recovery_epochs
         self.batch_size = batch_size
         self.learning_rate = learning_rate
+        self.recovery_rate = recovery_rate
         self.router_learning_rate = router_learning_rate
         self.weight_decay = weight_decay
         self.warmup_ratio = warmup_ratio

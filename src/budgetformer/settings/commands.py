@@ -9,11 +9,22 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from budgetformer.config import BATCH_TOKENS, DTYPES, ESTIMATORS, GROUPINGS, PATHS, POOLINGS, PRESETS, SCOPES
+from budgetformer.config import (
+    BATCH_TOKENS,
+    DTYPES,
+    ESTIMATORS,
+    GROUPINGS,
+    PATHS,
+    POOLINGS,
+    PRESETS,
+    RELEVANCES,
+    SCOPES,
+)
 from budgetformer.errors import UsageError
 from budgetformer.settings.rules import (
     Checked,
     hint,
+    list_of_shares,
     nearest,
     number,
     one_of,
@@ -163,18 +174,27 @@ class TrainSettings(Checked):
     scope: str = in_budget(
         one_of(*SCOPES), "units with a budget: heads, or heads+blocks (of feed-forward neurons too)", default="heads"
     )
-    ffn_blocks: int = in_budget(whole(2), "blocks each feed-forward layer is cut into, with heads+blocks", default=12)
+    ffn_blocks: int = in_budget(whole(2), "blocks each feed-forward layer is cut into, with heads+blocks", default=24)
     grouping: str = in_budget(
         one_of(*GROUPINGS), f"which neurons share a block: {', '.join(GROUPINGS)}", default="coactivation"
     )
-    first_share: float = in_budget(
-        SHARE,
+    relevance: str | None = in_budget(
+        optional(one_of(*RELEVANCES)),
+        "whose order the units have: learned, of each text, or fixed, of the dense twin's importance "
+        "[default: fixed with heads+blocks, else learned]",
+    )
+    first_share: float | None = in_budget(
+        optional(SHARE),
         "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
-        "unsure; below 1 with heads+blocks",
-        default=1.0,
+        "unsure [default: 0.6 with heads+blocks, else 1]",
     )
     whole_share: float = in_budget(
         number(0, 1, below=True), "share of the texts that train every unit, when there are second answers", default=0.2
+    )
+    levels: str | None = in_budget(
+        optional(list_of_shares()),
+        "budgets that as many texts train each [default: the target and its double, where the order is fixed]",
+        example="0.25,0.5",
     )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
     router_learning_rate: float = in_budget(POSITIVE, "learning rate of the routers", default=1e-3)
@@ -183,8 +203,16 @@ class TrainSettings(Checked):
 
     epochs: int = in_training(whole(1), "passes over the training rows", default=4)
     dense_epochs: int | None = in_training(optional(whole(1)), "the same for the dense twin [default: --epochs]")
+    recovery_epochs: int | None = in_training(
+        optional(whole(1)),
+        "the same for the budgeted model [default: twice --epochs where the order is fixed, else --epochs]",
+    )
     batch_size: int = in_training(whole(1), "texts per step", default=32)
     learning_rate: float = in_training(POSITIVE, "learning rate", default=1e-4)
+    recovery_rate: float | None = in_training(
+        optional(POSITIVE),
+        "the same for the budgeted model [default: twice --learning-rate where the order is fixed, else the same]",
+    )
     weight_decay: float = in_training(number(0), "weight decay", default=0.01)
     warmup_ratio: float = in_training(number(0, 1, below=True), "share of the steps spent warming up", default=0.06)
     label_smoothing: float = in_training(number(0, 1, below=True), "label smoothing", default=0.0)

@@ -114,6 +114,21 @@ def shares(*words: str) -> Rule:
     return _Span(words=given, kind=str, holds=lambda value: span(value) is not None, choices=words)
 
 
+def listed(text: str) -> tuple[float, ...] | None:
+    """The shares of `A,B,...`; None when one of them is none, or is 1."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        return None
+    return found if all(0 < share < 1 for share in found) else None
+
+
+def list_of_shares() -> Rule:
+    """Shares in (0, 1), with commas between them."""
+    words = "shares in (0, 1), separated by commas"
+    return _Span(words=words, kind=str, holds=lambda value: listed(value) is not None)
+
+
 def some(what: str) -> Rule:
     """Any string with something in it; `what` says what it stands for."""
     return Rule(words=what, kind=str, holds=lambda value: value.strip() != "" and "\0" not in value)

@@ -93,7 +93,7 @@ def fix_order(model: Any, heads: Tensor, blocks: Tensor | None, cost: float) -> 
     encoder, budget = model.budgetformer.encoder, model.config.budget_config
     first = most_important(heads, blocks, budget.first_target, cost)
     kinds = [(heads, first[0], encoder.profile, [layer.attention.router for layer in encoder.layers])]
-    if blocks is not None:
+    if blocks is not None and first[1] is not None:
         routers = [layer.feed_forward.router for layer in encoder.layers]
         kinds.append((blocks, first[1], encoder.block_profile, routers))
     for found, on, profile, routers in kinds:

@@ -22,6 +22,7 @@ from budgetformer.folder import check_model_folder
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.outputs import clear_output_folder, write_aside
 from budgetformer.settings import TrainSettings, save
+from budgetformer.settings.rules import listed
 from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, FitResult, fit, silent
@@ -32,6 +33,7 @@ from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
+FIRST_SHARE = 0.6  # of the target
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
 INPUTS = ("data", "train_file", "validation_file", "test_file", "model", "dense", "class_weights")
 
@@ -125,14 +127,26 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
 
 
 def budget_of(settings: TrainSettings) -> BudgetConfig:
-    """The budget that the settings ask for."""
+    """The budget that the settings ask for.
+
+    Where blocks have a budget too the defaults are those that kept most of the accuracy: one order of units for all
+    texts, second answers, and training at more budgets than the learned one.
+    """
+    blocks, target = settings.scope == "heads+blocks", settings.target_budget
+    relevance = settings.relevance or ("fixed" if blocks else "learned")
+    first = settings.first_share or (FIRST_SHARE if blocks and target < 1 else 1.0)
+    levels = listed(settings.levels) if settings.levels else None
+    if levels is None:
+        levels = tuple(level for level in (target, 2 * target) if level < 1) if relevance == "fixed" else ()
     return BudgetConfig(
-        target=settings.target_budget,
+        target=target,
         estimator=settings.estimator,
         scope=settings.scope,
         ffn_blocks=settings.ffn_blocks,
-        first=settings.first_share,
-        whole=settings.whole_share if settings.first_share < 1 else 0.0,
+        relevance=relevance,
+        first=first,
+        whole=settings.whole_share if first < 1 or levels else 0.0,
+        levels=levels,
     )
 
 
@@ -186,7 +200,7 @@ def fit_dense(
     """The twin's training, in place: every head on, routers asleep. folder: of the run, for its checkpoints."""
     _freeze(model, settings, routers=True)
     epochs = settings.dense_epochs or settings.epochs
-    options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints)
+    options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints, settings.learning_rate)
     fit(model, train_rows, validation, options, label="dense twin", echo=echo)
 
 
@@ -220,7 +234,15 @@ def fit_budgeted(
             fix_order(budgeted, heads, blocks, block_cost(budgeted, train_rows))
         else:
             start_from(budgeted, heads, budget.prior, blocks)
-    options = _options(settings, folder / "checkpoints" / "budgeted", settings.epochs, keep_checkpoints)
+    # A fixed order is cheap to train, computes only what is on from the first step, and takes long to recover.
+    more = 2 if budget.relevance == "fixed" else 1
+    options = _options(
+        settings,
+        folder / "checkpoints" / "budgeted",
+        settings.recovery_epochs or more * settings.epochs,
+        keep_checkpoints,
+        settings.recovery_rate or more * settings.learning_rate,
+    )
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":
         settle(budgeted, train_rows)
@@ -273,7 +295,9 @@ def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -
         parameter.requires_grad_(not frozen)
 
 
-def _options(settings: TrainSettings, folder: Path, epochs: int, keep_checkpoints: bool) -> FitOptions:
+def _options(
+    settings: TrainSettings, folder: Path, epochs: int, keep_checkpoints: bool, learning_rate: float
+) -> FitOptions:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     resume = settings.resume
     if resume not in (None, "auto") and Path(resume).parent.name != folder.name:
@@ -282,7 +306,7 @@ def _options(settings: TrainSettings, folder: Path, epochs: int, keep_checkpoint
         output_dir=str(folder),
         epochs=min(epochs, QUICK_EPOCHS) if settings.quick else epochs,
         batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
+        learning_rate=learning_rate,
         router_learning_rate=settings.router_learning_rate,
         weight_decay=settings.weight_decay,
         warmup_ratio=settings.warmup_ratio,
