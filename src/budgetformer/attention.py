@@ -302,7 +302,7 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         k, v, bias = self._extend(k, v, bias, heads)
         if need_weights:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            scores = (q * math.sqrt(1 / q.shape[-1])) @ k.transpose(-2, -1)  # rounded as in nn.MultiheadAttention
             weights = torch.softmax(scores if bias is None else scores + bias, dim=-1)
             # A query that may see nothing answers 0, as scaled_dot_product_attention does, not NaN.
             weights = F.dropout(torch.nan_to_num(weights), dropout)

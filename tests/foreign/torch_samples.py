@@ -21,13 +21,13 @@ MODULE = next(info for info in module_db if info.module_cls is nn.MultiheadAtten
 FUNCTION = next(info for info in op_db if info.name == "nn.functional.multi_head_attention_forward")
 
 
-def same(found, expected, dtype, scale=1):
+def same(found, expected, dtype):
     """Equal up to the tolerance, as a share of the largest number; None where None is expected."""
     assert (found is None) == (expected is None)
     if expected is not None:
         assert found.shape == expected.shape
         error = (found - expected).abs().max() / expected.abs().max().clamp_min(1.0)
-        assert error <= scale * TOLERANCE[dtype]
+        assert error <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("budget", [None, 1.0], ids=["as learned", "named"])
@@ -84,8 +84,8 @@ def test_samples_of_the_function(dtype):
         made = module_of(query, sample.args, sample.kwargs)
         torch.manual_seed(1)
         found, weights = made(query, key, value, attn_mask=sample.kwargs["attn_mask"])
-        # Scores are in the hundreds here: in fp32 the softmax makes their rounding some 1e-5.
-        scale = 1 if dtype == torch.float64 else 30
-        same(found, expected, dtype, scale)
-        same(weights, expected_weights, dtype, scale)
+        # Scores are in the hundreds here, and their rounding in fp32 moves what the softmax says by 1e-5, torch's too
+        # (its answers in fp32 are up to 7.6e-6 from those in fp64). So this holds only while we round as torch does.
+        same(found, expected, dtype)
+        same(weights, expected_weights, dtype)
     assert len(samples) == 192
