@@ -44,6 +44,19 @@ def curious():
     return Exploration(tau=1.0, noise=1.0, target=0.5, sample=True)
 
 
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+    from budgetformer import cli
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The folder of the real MiniLM checkpoint; the test is skipped where its package is not installed."""

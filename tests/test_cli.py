@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from budgetformer import cli
 from budgetformer.cli import verbs
 from budgetformer.config import DTYPES
 from budgetformer.engine import native
@@ -25,18 +24,6 @@ VERBS = ("train", "evaluate", "predict", "inspect", "tune", "calibrate", "report
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny.make_folder(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def process(*arguments, **options):

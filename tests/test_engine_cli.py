@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from budgetformer import cli, evaluate, metrics
+from budgetformer import evaluate, metrics
 from budgetformer.cli import verbs
 from budgetformer.data import read_rows
 from budgetformer.engine import Engine, native
@@ -31,18 +31,6 @@ compiled = pytest.mark.skipif(not native.paths(), reason="the kernels are not co
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny.make_folder(tmp_path_factory.mktemp("model"), routed=True))
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def texts(count, seed=3, longest=25):
@@ -434,8 +422,9 @@ def test_another_run_does_not_go_on(run, tmp_path, folder, stopped):
     code, _, err = run(*arguments, "--resume", "--threads", "1")
     assert code == 2
     assert "another input;" in one_line(err)
-    (tmp_path / ".out.jsonl.partial.json").write_text("{")
-    assert "missing or damaged" in one_line(run(*arguments, "--resume")[2])
+    for damaged in ("{", "[1]"):
+        (tmp_path / ".out.jsonl.partial.json").write_text(damaged)
+        assert "missing or damaged" in one_line(run(*arguments, "--resume")[2])
     code, _, err = run(*arguments)
     assert code == 0
     assert "out.jsonl: what an earlier run left unfinished is replaced" in err

@@ -149,8 +149,9 @@ def compare(about: Path, run: dict[str, Any] | None) -> None:
     remedy = "give what it was given, or leave --resume out to begin anew"
     try:
         before = json.loads(about.read_bytes())
-        assert isinstance(before, dict)
-    except (OSError, ValueError, AssertionError):
+        if not isinstance(before, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError):
         raise UsageError(f"resume: {about} is missing or damaged; leave --resume out to begin anew") from None
     now = run or {}
     for name in [*before, *now]:
