@@ -138,6 +138,21 @@ def test_a_batch_of_nothing_has_an_answer_of_nothing(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("policy", [{}, {"budget": 0.5}, {"margin": 0.5}], ids=str)
+def test_no_texts_have_the_arrays_of_some_texts_without_their_rows(tmp_path, path, blocks, policy):
+    engine = Engine.load(make_folder(tmp_path / "tiny", routed=True, blocks=blocks), path=path, threads=1)
+    some = engine.predict(["card", "lost card"], **policy).output
+    nothing = engine.predict([], **policy).output
+    for name, array in vars(some).items():
+        none = getattr(nothing, name)
+        assert (none is None) == (array is None), name
+        if array is not None:
+            assert (none.shape, none.dtype) == ((0, *array.shape[1:]), array.dtype), name
+    assert (some.blocks is None) == (blocks == 1)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_counts_outside_the_range_are_brought_into_it(path):
     """A count below `min_units` or above the number of heads is the nearest that there is."""
     counts = np.array([[-5, 99, 2], [0, 3, 1]], np.int32)

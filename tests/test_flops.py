@@ -108,3 +108,29 @@ def test_numpy_counts_what_torch_counts():
     for name in ("attention", "attention_dense", "router", "rest", "total", "total_dense"):
         assert getattr(other, name).dtype == np.float64
         assert getattr(other, name).tolist() == getattr(one, name).tolist(), name
+
+
+def test_answers_are_counted_by_how_often_each_unit_ran():
+    """Two heads and two of four blocks for the first input; for the second those, and then all of them."""
+    config = encoder_config(intermediate_size=128)
+    gates = torch.zeros(2, LAYERS, HEADS)
+    gates[:, :, :2] = 1
+    blocks = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(2, LAYERS, 4).clone()
+    gates[1] += 1
+    blocks[1] += 1
+    budgets = BudgetConfig(target=0.5, scope="heads+blocks", ffn_blocks=4)
+    tokens, options = torch.tensor([5, 11]), {"labels": LABELS, "dense_head": True}
+    found = flops.of_answers(tokens, gates, blocks, config, budgets, **options)
+    heads, share = torch.tensor([[2] * LAYERS, [HEADS + 2] * LAYERS]), torch.tensor([[0.5] * LAYERS, [1.5] * LAYERS])
+    again = torch.tensor([0, 1])
+    expected = flops.work(tokens, heads, config, budgets, blocks=share, again=again, **options)
+    plain = BudgetConfig(target=1.0)
+    no_router = flops.of_answers(tokens, gates, None, config, plain, **options)
+    arrays = (tokens.numpy(), gates.numpy().astype(np.uint8))
+    numpy = flops.of_answers(*arrays, blocks.numpy().astype(np.uint8), config, budgets, **options)
+    for name in ("attention", "feed_forward", "router", "rest", "total", "total_dense"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert getattr(numpy, name).tolist() == getattr(expected, name).tolist(), name
+    assert no_router.router.tolist() == [0, 0]
+    # All blocks of a second answer too: twice the dense layer.
+    assert no_router.feed_forward.tolist() == (no_router.feed_forward_dense * torch.tensor([1, 2])).tolist()

@@ -267,3 +267,18 @@ def test_texts_are_shown_on_request_only(tmp_path, capsys):
     data.write_text("text,label\ncard,unknown\n")
     assert cli.main(["report", str(folder), "--output", str(output), *more]) == 3
     assert "'unknown'" in capsys.readouterr().err
+
+
+def test_labels_in_a_column_of_another_name_and_rows_that_are_left_out(tmp_path, capsys):
+    folder = tiny.make_folder(tmp_path / "run", routed=True)
+    (folder / "metrics.json").write_text(json.dumps(run(names=tiny.LABELS)))
+    data, output = tmp_path / "data.csv", tmp_path / "r.html"
+    data.write_text(f"text,label,wanted\nmy card,no label,{tiny.LABELS[1]}\n ,no label,{tiny.LABELS[0]}\n")
+    arguments = ["report", str(folder), "--output", str(output), "--texts", str(data), "--overwrite"]
+    assert cli.main([*arguments, "--label-column", "wanted"]) == 0
+    (hardest,) = json.loads(output.with_suffix(".json").read_text())["runs"]["run"]["examples"]["hardest"]
+    assert hardest["label"] == tiny.LABELS[1]
+    assert "1 of 2 rows" in capsys.readouterr().err
+    data.write_text("text,label\n ,cash\n")
+    assert cli.main(arguments) == 3
+    assert "none of its 1 rows is usable" in capsys.readouterr().err

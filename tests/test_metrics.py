@@ -195,6 +195,17 @@ def test_answers_that_are_no_numbers_are_not_diagnosed():
     assert diagnose(np.array([[np.nan, 1.0]]), [0], ["a", "b"], np.array([0.5]), np.array([3])) == {}
 
 
+def test_only_an_evaluation_gives_memory_back_to_measure_what_it_needs(monkeypatch):
+    calls = []
+    monkeypatch.setattr(metrics, "_give_back", lambda: calls.append(1))
+    assert metrics.predict(model(), texts()).peak_memory_mb is None
+    assert calls == []
+    found = metrics.evaluate(model(), texts())
+    assert len(calls) == 1, "the gap's own answers are not measured"
+    if Path("/proc/self/clear_refs").exists():
+        assert found["peak_memory_mb"] >= 0
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's peak is read on Linux")
 def test_memory_that_earlier_work_left_behind_hides_nothing():
     def work():

@@ -108,3 +108,29 @@ def work(
         rest=rest * passes,
         rest_dense=rest,
     )
+
+
+def of_answers(
+    tokens: Any,
+    gates: Any,
+    blocks: Any,
+    config: EncoderConfig,
+    budget: BudgetConfig,
+    *,
+    labels: int,
+    dense_head: bool,
+) -> Work:
+    """The work of answers. tokens (batch,); gates (batch, layer, head), blocks (batch, layer, block): how often each
+    unit ran, so that what ran twice counts twice; blocks None is all, as often as the input was answered.
+    """
+    return work(
+        tokens,
+        gates.sum(-1),
+        config,
+        budget,
+        labels=labels,
+        blocks=None if blocks is None else blocks.mean(-1),
+        again=again(gates),
+        dense_head=dense_head,
+        routed=budget.routes,
+    )

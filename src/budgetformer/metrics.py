@@ -8,7 +8,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from budgetformer.text import Encoded, collator, length_batches
 class Predictions:
     """Answers in the order of the inputs. logits (rows, labels), gates (rows, layer, head), tokens (rows,).
 
-    blocks (rows, layer, block) where feed-forward blocks have a budget.
+    blocks (rows, layer, block) where feed-forward blocks have a budget. peak_memory_mb: None where it was not measured.
     """
 
     logits: Tensor
@@ -42,14 +42,23 @@ class Predictions:
 
 @torch.inference_mode()
 def predict(
-    model: Any, encoded: Encoded, *, batch_size: int = 64, budget: float | None = None, progress: Any = None
+    model: Any,
+    encoded: Encoded,
+    *,
+    batch_size: int = 64,
+    budget: float | None = None,
+    progress: Any = None,
+    memory: bool = False,
 ) -> Predictions:
-    """Run a model, in the mode it is in, over batches of similar length, and put the answers back in order."""
+    """Run a model, in the mode it is in, over batches of similar length, and put the answers back in order.
+
+    memory: measure the peak too, for which the process first gives back what it can, and that takes time.
+    """
     device = next(model.parameters()).device
     collate = collator(model.config.pad_token_id or 0)
     batches = length_batches(encoded.lengths, batch_size)
     logits, gates, blocks, wanted = [], [], [], []
-    with peak_memory(device) as peak:
+    with peak_memory(device) if memory else nullcontext(_Peak()) as peak:
         start = time.perf_counter()
         for rows in batches:
             items = [{k: v for k, v in encoded[i].items() if k in ("input_ids", "token_type_ids")} for i in rows]
@@ -86,7 +95,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model on inputs with labels. Keys are those of metrics.json; `details` adds distributions and the gap."""
     model.eval()
-    answers = predict(model, encoded, batch_size=batch_size, budget=budget, progress=progress)
+    answers = predict(model, encoded, batch_size=batch_size, budget=budget, progress=progress, memory=True)
     labels = [item["labels"] for item in encoded.items]
     config = model.config
     result: dict[str, Any] = {"rows": len(encoded), "truncated": encoded.truncated}
@@ -123,16 +132,14 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
 
 def work(answers: Predictions, config: Any) -> flops.Work:
     """Operations of each input, at its own length, by a model's config."""
-    return flops.work(
+    return flops.of_answers(
         answers.tokens,
-        answers.gates.sum(-1),
+        answers.gates,
+        answers.blocks,
         config.encoder_config,
         config.budget_config,
         labels=config.num_labels,
-        blocks=None if answers.blocks is None else answers.blocks.mean(-1),
-        again=flops.again(answers.gates),
         dense_head=config.head_hidden is not None,
-        routed=config.budget_config.routes,
     )
 
 

@@ -12,7 +12,14 @@ from budgetformer.cli.reading import reading
 from budgetformer.cli.speaking import echo_unless, quieten_libraries, say_bad, say_columns, show
 from budgetformer.errors import BudgetFormerError, DataError, UsageError
 from budgetformer.outputs import MODEL_TYPE, check_output_folder, clear_output_folder
-from budgetformer.settings import CalibrateSettings, ConvertSettings, ExportSettings, TuneSettings, locate_model
+from budgetformer.settings import (
+    CalibrateSettings,
+    ConvertSettings,
+    ExportSettings,
+    ReportSettings,
+    TuneSettings,
+    locate_model,
+)
 
 if TYPE_CHECKING:
     from budgetformer.data import Rows
@@ -172,13 +179,16 @@ def _labelled(settings: TuneSettings) -> bool:
 
 
 def usable(
-    settings: CalibrateSettings | ConvertSettings | ExportSettings | TuneSettings, source: str, *, require_labels: bool
+    settings: CalibrateSettings | ConvertSettings | ExportSettings | ReportSettings | TuneSettings,
+    source: str,
+    *,
+    require_labels: bool,
 ) -> "Rows":
     """The rows of a source that can be used, and a note on the others."""
     from budgetformer.data import read_rows
 
     options, echo = reading(settings, source), echo_unless(settings.quiet)
-    if isinstance(settings, TuneSettings) and require_labels:
+    if isinstance(settings, ReportSettings | TuneSettings) and require_labels:
         options["label_column"] = settings.label_column
     rows = read_rows(source, require_labels=require_labels, **options)
     say_columns(rows, echo)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from budgetformer.cli.reading import reading
-from budgetformer.cli.speaking import echo_unless, say_bad, say_columns
-from budgetformer.errors import DataError, UsageError
+from budgetformer.cli.folders import usable
+from budgetformer.cli.speaking import echo_unless
+from budgetformer.errors import UsageError
 from budgetformer.outputs import check_output_file
 from budgetformer.settings import ReportSettings
 
@@ -31,7 +31,7 @@ def report(settings: ReportSettings, sources: Sources, runs: Sequence[str] | Non
     found = {name: read_run(folder) for name, folder in zip(names, runs, strict=True)}
     examples = {}
     if settings.texts is not None:
-        rows = _labelled_rows(settings, settings.texts)
+        rows = usable(settings, settings.texts, require_labels=True)
         examples = {name: _examples(folder, rows, settings) for name, folder in zip(names, runs, strict=True)}
     numbers = write_page(found, output, examples)
     print(f"{output}\n{numbers}")
@@ -47,20 +47,6 @@ def _names(folders: Sequence[str]) -> list[str]:
     while len({path.parts[-length:] for path in paths}) < len(paths):
         length += 1
     return ["/".join(path.parts[-length:]) for path in paths]
-
-
-def _labelled_rows(settings: ReportSettings, source: str) -> "Rows":
-    from budgetformer.data import read_rows
-
-    echo = echo_unless(settings.quiet)
-    options = reading(settings, source)
-    rows = read_rows(source, require_labels=True, label_column=settings.label_column, **options)
-    say_columns(rows, echo)
-    say_bad(rows.bad, len(rows), echo)
-    good = rows.good()
-    if not len(good):
-        raise DataError(f"{source}: none of its {len(rows)} rows is usable; the first: {rows.bad[0].reason}")
-    return good
 
 
 def _examples(folder: str, rows: "Rows", settings: ReportSettings) -> dict[str, list[dict[str, Any]]]:

@@ -11,14 +11,12 @@ def counted(engine: Engine, tokens: np.ndarray, gates: np.ndarray, blocks: np.nd
     feed-forward layers those `blocks` (batch, layer, block), or all; what ran twice counts twice.
     """
     weights = engine.weights
-    return flops.work(
+    return flops.of_answers(
         tokens,
-        gates.sum(-1),
+        gates,
+        blocks,
         weights.encoder,
         weights.budget,
         labels=len(weights.labels),
-        blocks=None if blocks is None else blocks.mean(-1),
-        again=flops.again(gates),
         dense_head=weights.head_hidden is not None,
-        routed=weights.budget.routes,
     )

@@ -201,16 +201,8 @@ class Engine:
             outputs.append(self.run(Packed.of(tokens[first:last]), budget=part))
             if progress is not None:
                 progress(last - first)
-        e = self.weights.encoder
         if not outputs:
-            layers, heads = e.num_layers, e.num_heads
-            nothing, units = np.zeros((0, len(self.labels)), np.float32), self.weights.budget.blocks
-            return Output(
-                nothing,
-                np.zeros((0, layers, heads), np.uint8),
-                np.zeros((0, layers), np.float32),
-                blocks=np.zeros((0, layers, units), np.uint8) if units > 1 else None,
-            )
+            return self.run(Packed.of([]))
         blocks = [output.blocks for output in outputs if output.blocks is not None]
         return Output(
             np.concatenate([output.logits for output in outputs]),
