@@ -1,6 +1,8 @@
-"""Means over seeds and data sets of what `compare.py` wrote, as a Markdown table and as JSON.
+"""Means over seeds and data sets of what `compare.py` wrote, as a Markdown table, as JSON, and as a picture.
 
-python experiments/summarise.py experiments/results
+    python experiments/summarise.py experiments/results
+
+A model whose second answers were set to another budget too (`--also`) counts as the budgeted model of that budget.
 """
 
 import argparse
@@ -15,6 +17,29 @@ def _means(models, keys):
     return {k: round(statistics.mean(m[k] for m in models), 3) for k in keys if all(k in m for m in models)}
 
 
+def draw(runs, path, name="budgeted@0.25"):
+    """What inputs spend, by how hard the dense twin finds them: tenths of the test texts by its loss."""
+    import matplotlib.pyplot as plt
+
+    _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+    for data, group in runs.items():
+        models = [run["models"][name] for run in group if "share_by_tenth_of_loss" in run["models"].get(name, {})]
+        if models:
+            tenths = [
+                statistics.mean(tenth) for tenth in zip(*(m["share_by_tenth_of_loss"] for m in models), strict=True)
+            ]
+            rank = statistics.mean(m["loss_rank_correlation"] for m in models)
+            ax.plot(range(1, 11), tenths, marker="o", markersize=3, label=f"{data} (rank correlation {rank:.2f})")
+    if ax.lines:
+        ax.set_xticks(range(1, 11))
+        ax.set_xlabel("tenth of the test texts, by the dense twin's loss on them (10: hardest)")
+        ax.set_ylabel("share of the units' FLOPs, both answers")
+        ax.set_ylim(0)
+        ax.legend(fontsize=8)
+        plt.savefig(path, dpi=120)
+    plt.close()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -22,6 +47,9 @@ def main():
     runs = defaultdict(list)
     for path in sorted(folder.glob("*-[0-9].json")):
         run = json.loads(path.read_text())
+        for name, model in list(run["models"].items()):
+            if ":also@" in name:
+                run["models"].setdefault(f"budgeted@{name.rpartition('@')[2]}", model)
         runs[run["data"]].append(run)
     names = list(dict.fromkeys(name for group in runs.values() for run in group for name in run["models"]))
     # What the budget is of: with blocks of the feed-forward layers the units' FLOPs, with heads alone attention's.
@@ -68,6 +96,7 @@ def main():
         "largest_miss_of_the_target": {"share": round(worst[0], 4), "data": worst[1], "target": worst[2]},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw(runs, folder / "shares-by-loss.png")
     print("| data (train / test rows, seeds) | " + " | ".join(names) + " |")
     print("| --- |" + " --- |" * len(names))
     for data, row in table.items():

@@ -29,7 +29,7 @@ from budgetformer.settings import locate_model
 from budgetformer.text import collator, encode
 from budgetformer.training.fit import FitOptions, optimizer
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import start_from, unit_importance
+from budgetformer.training.importance import block_cost, fix_order, start_from, unit_importance
 from budgetformer.training.settling import settle
 from budgetformer.training.trainer import LengthGrouped
 
@@ -39,7 +39,8 @@ class Run:
 
     def __init__(self, model, steps, bf16, budget):
         self.model, self.steps, self.bf16 = model.train(), steps, bf16
-        self.until = budget.explore_until if budget.routes else 1.0
+        explores = budget.routes and budget.relevance == "learned"
+        self.until = budget.explore_until if explores else 0.0
         for name, parameter in model.named_parameters():
             if "embeddings" in name or (".router." in name and not budget.routes):
                 parameter.requires_grad_(False)
@@ -95,10 +96,15 @@ def main():
     dense = from_pretrained_encoder(encoder, labels=names)
     told, teacher = timed(predict, dense, train)
     train = train.with_column("teacher_logits", told.logits)
+    both = {"scope": "heads+blocks", "ffn_blocks": args.blocks}
+    levels = tuple(level for level in (args.target, 2 * args.target) if level < 1)
     budgets = {
         "dense": BudgetConfig(),
         "heads": BudgetConfig(target=args.target),
-        "heads+blocks": BudgetConfig(target=args.target, scope="heads+blocks", ffn_blocks=args.blocks),
+        "heads+blocks, learned": BudgetConfig(target=args.target, **both),
+        "heads+blocks": BudgetConfig(
+            target=args.target, relevance="fixed", first=0.6, whole=0.2, levels=levels, **both
+        ),
     }
     runs, beside = {}, {}
     for name, budget in budgets.items():
@@ -112,7 +118,11 @@ def main():
         model.load_state_dict({k: v for k, v in source.state_dict().items() if ".router." not in k}, strict=False)
         if budget.routes:
             (heads, blocks), seconds = timed(unit_importance, source, train, blocks=budget.blocks)
-            start_from(model, heads, budget.prior, blocks if budget.blocks > 1 else None)
+            blocks = blocks if budget.blocks > 1 else None
+            if budget.relevance == "fixed":
+                fix_order(model, heads, blocks, block_cost(model, train))
+            else:
+                start_from(model, heads, budget.prior, blocks)
             before += teacher + seconds
         runs[name], beside[name] = Run(model, args.steps, args.bf16, budget), {"before": before}
 
@@ -129,8 +139,8 @@ def main():
     result["tokens"] = sum(train.lengths) / len(train)
     for name, run in runs.items():
         found = {"step_exploring": sum(run.exploring) / max(1, len(run.exploring)), "steps": args.steps}
-        if run.exploiting:
-            found["step_exploiting"] = sum(run.exploiting) / len(run.exploiting)
+        found["step_exploiting"] = sum(run.exploiting) / max(1, len(run.exploiting))
+        if name != "dense":
             beside[name]["settling"] = timed(settle, run.model, train)[1]
         found |= {"fit": run.seconds, "ratio": run.seconds / runs["dense"].seconds, **beside[name]}
         result["models"][name] = {key: round(value, 4) for key, value in found.items()}
