@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 
 from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
-from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
+from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.metrics import evaluate, predict, work
 from budgetformer.router import allocate, margins
 from budgetformer.settings import locate_model
@@ -45,11 +45,8 @@ class FixedUnits(BudgetFormerForSequenceClassification):
         config = self.config.budget_config
         kinds = {"gates": self.fixed, "blocks": self.fixed_blocks}
         fixed = {k: v.repeat(len(input_ids), 1, 1) for k, v in kinds.items() if v is not None}
-        if budget == 1.0:
+        if budget == 1.0 or (self.training and self._next_level() == 1.0):
             fixed = {kind: torch.ones_like(gates) for kind, gates in fixed.items()}
-        if self.training and config.whole > 0:
-            whole = spread_evenly(len(input_ids), config.whole).nonzero()[:, 0]
-            fixed = {kind: gates.index_fill(0, whole, 1.0) for kind, gates in fixed.items()}
         out = super().forward(input_ids, **fixed, **kwargs)
         if self.training or config.cascade == 0 or budget is not None:
             return out
@@ -138,7 +135,7 @@ def main():
     parser.add_argument("--students", default="", help="layers of the smaller dense models to compare with: 3,2")
     parser.add_argument("--static-twice", default="", help="targets of static pruning with second answers")
     parser.add_argument("--first", type=float, default=0.6, help="share of the target its first answers spend")
-    parser.add_argument("--whole", type=float, default=0.2, help="share of the inputs it trains whole")
+    parser.add_argument("--whole", type=float, default=0.2, help="share of the steps it trains whole")
     parser.add_argument("--random", default="0.5,0.25,0.1", help="targets at which random heads are compared")
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--keep", help="folder to keep every model in, to be timed (benchmarks/frontier.py)")

@@ -12,7 +12,7 @@ from budgetformer.engine import Engine
 from budgetformer.engine.budgets import margins as numpy_margins
 from budgetformer.engine.engine import probabilities
 from budgetformer.errors import UsageError
-from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
+from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.router import margins
 from budgetformer.text import Encoded
 from budgetformer.training.settling import hold_out, settle_cascade
@@ -180,37 +180,6 @@ def test_no_second_answer_where_the_first_spends_all():
     model = model_with(BudgetConfig(target=0.05, first=0.5, **BLOCKS))
     texts = Encoded([{"input_ids": [5, 6, 7, 8]}] * 4)
     assert settle_cascade(model, texts) == 0.0
-
-
-def test_in_training_a_share_of_the_inputs_runs_whole():
-    budget = BudgetConfig(target=0.4, whole=0.4, noise=0.0, explore_until=0.0, **BLOCKS)
-    model = model_with(budget)
-    ids, keep = ids_and_keep(LENGTHS[:10], 9)
-    torch.manual_seed(7)
-    whole_rows = spread_evenly(10, 0.4) > 0
-    all_on, routed = answers(model, ids, keep, budget=1.0).logits, answers(model, ids, keep).logits
-    model.train()
-    torch.manual_seed(7)
-    out = model(ids, keep, labels=torch.zeros(10, dtype=torch.long))
-    assert 3 <= int(whole_rows.sum()) <= 5
-    expected = torch.where(whole_rows[:, None], all_on, routed)
-    assert torch.allclose(out.logits, expected, atol=1e-5)
-    assert len(out.gates) == int((~whole_rows).sum()), "the fields of routing are those of the routed inputs"
-    out.loss.backward()
-    assert all(p.grad is not None for name, p in model.named_parameters() if ".router." in name)
-
-
-def test_whole_inputs_pay_no_price_and_are_not_counted():
-    torch.manual_seed(0)
-    model = model_with(BudgetConfig(target=0.4, whole=0.5, noise=0.0, explore_until=0.0, **BLOCKS)).train()
-    ids, keep = ids_and_keep(LENGTHS, 9)
-    torch.manual_seed(7)
-    routed = spread_evenly(len(LENGTHS), 0.5) == 0
-    torch.manual_seed(7)
-    model(ids, keep, labels=torch.zeros(len(ids), dtype=torch.long))
-    alone = model_with(BudgetConfig(target=0.4, noise=0.0, explore_until=0.0, **BLOCKS)).train()
-    alone(ids[routed], keep[routed], labels=torch.zeros(int(routed.sum()), dtype=torch.long))
-    assert float(model.overspent) == pytest.approx(float(alone.overspent), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
 from budgetformer import flops, metrics
 from budgetformer.config import BudgetConfig
 from budgetformer.engine import Engine
 from budgetformer.errors import UsageError
-from budgetformer.hf import BudgetFormerForSequenceClassification, spread_evenly
+from budgetformer.hf import BudgetFormerForSequenceClassification, BudgetSchedule
 from budgetformer.router import Router
 from budgetformer.schedule import Schedule
 from budgetformer.settings import TrainSettings
 from budgetformer.text import Encoded
 from budgetformer.tokens import Tokens
 from budgetformer.training import job
+from budgetformer.training.fit import _leaves_unused
 from budgetformer.training.importance import block_cost, fix_order, most_important
 from core_helpers import VOCABULARY, flop_counter, hf_config, ids_and_keep, save_tokenizer, stir
 
@@ -44,51 +46,62 @@ def fixed_model(seed=3, **changes):
     return model, heads, blocks
 
 
-# ---------------------------------------------------------------- who trains at which budget
+# ---------------------------------------------------------------- which step trains at which budget
 
 
-@pytest.mark.parametrize(("share", "parts"), [(0.2, 1), (0.2, 3), (0.3, 3), (0.05, 2)])
-def test_parts_of_a_batch_have_their_shares_everywhere_in_it(share, parts):
-    torch.manual_seed(0)
-    calls = torch.stack([spread_evenly(32, share, parts) for _ in range(300)])
-    for part in range(1, parts + 1):
-        of_each = (calls == part).sum(1)
-        assert (of_each - 32 * share).abs().max() <= 2, "in every batch, up to rounding"
-        where = (calls == part).float().mean(0)
-        assert where.min() > share / 2
-        assert where.max() < share * 2, "no place of the batch, and so no length, belongs to one part"
-    rest = 1 - share * parts
-    assert float((calls == 0).float().mean()) == pytest.approx(rest, abs=0.02)
+def turns(model, steps):
+    return [model._next_level() for _ in range(steps)]
 
 
-def test_some_input_is_always_routed():
-    torch.manual_seed(1)
-    for batch in (1, 2, 3):
-        for _ in range(50):
-            assert (spread_evenly(batch, 0.3, 3) == 0).any()
+@pytest.mark.parametrize(("whole", "levels"), [(0.2, ()), (0.2, (0.3, 0.6)), (0.3, (0.3, 0.6)), (0.05, (0.5,))])
+def test_every_budget_has_its_share_of_the_steps_at_all_times(whole, levels):
+    model = model_of(target=0.4, whole=whole, levels=levels)
+    named = turns(model, 400)
+    for start in range(0, 400, 100):
+        for budget in (1.0, *levels):
+            assert named[start : start + 100].count(budget) == pytest.approx(100 * whole, abs=2)
+    assert named.count(None) == pytest.approx(400 * (1 - whole * (1 + len(levels))), abs=4)
+    assert named[0] is not None or whole < 0.1, "the first steps are no exception"
+    assert turns(model_of(target=0.4), 5) == [None] * 5
 
 
-def test_a_step_runs_every_part_at_its_budget():
-    model = stir(model_of(target=0.4, scope="heads+blocks", ffn_blocks=BLOCKS, **LEVELS)).train()
-    model.progress = 1.0
+def test_the_turn_is_the_steps_so_that_a_resumed_run_goes_on_with_it():
+    model = model_of(target=0.4, **LEVELS)
+    named = turns(model, 50)
+    state, again = TrainerState(global_step=20, max_steps=50), model_of(target=0.4, **LEVELS)
+    BudgetSchedule().on_step_begin(None, state, None, model=again)
+    assert turns(again, 30) == named[20:]
+    assert again.progress == 0.4
+
+
+def test_a_step_runs_at_the_budget_whose_turn_it_is():
+    model = stir(model_of(target=0.4, scope="heads+blocks", ffn_blocks=BLOCKS, **LEVELS))
     ids, keep = ids_and_keep(LENGTHS, 9)
-    torch.manual_seed(5)
-    part = spread_evenly(len(ids), 0.2, 3)
-    assert set(part.tolist()) == {0, 1, 2, 3}
-    profile = model.budgetformer.encoder.profile.clone()
-    torch.manual_seed(5)
-    out = model(ids, keep, labels=torch.arange(len(ids)) % 3)
-    model.eval()
-    assert torch.equal(profile, torch.ones(3)), "or the budgets below would be spread over the layers otherwise"
-    model.budgetformer.encoder.profile.fill_(1.0)
-    model.budgetformer.encoder.block_profile.fill_(1.0)
-    for number, budget in enumerate((None, 1.0, 0.3, 0.6)):
-        rows = part == number
+    labels = torch.arange(len(ids)) % 3
+    named, seen = turns(model, 12), set()
+    for turn, budget in enumerate(named):
         with torch.no_grad():
-            alone = model(ids[rows], keep[rows], budget=budget)
-        torch.testing.assert_close(out.logits[rows], alone.logits, rtol=1e-4, atol=1e-4)
-        if number == 0:
-            assert torch.equal(out.gates, alone.gates), "the fields of routing are those of the routed inputs"
+            alone = model.eval()(ids, keep, budget=budget)
+        model.train()
+        model.turn = turn
+        held = [b.clone() for b in (model.multiplier, model.overspent, *model.budgetformer.encoder.buffers())]
+        out = model(ids, keep, labels=labels)
+        torch.testing.assert_close(out.logits, alone.logits, rtol=1e-4, atol=1e-4)
+        assert torch.equal(out.gates, alone.gates)
+        assert ("budget" in out.loss_parts) == (budget is None), "a named budget has no price"
+        now = (model.multiplier, model.overspent, *model.budgetformer.encoder.buffers())
+        assert all(map(torch.equal, held, now)) == (budget is not None), "and teaches the controllers nothing"
+        model.budgetformer.encoder.profile.fill_(1.0)
+        model.budgetformer.encoder.block_profile.fill_(1.0)
+        seen.add(budget)
+    assert seen == {None, 1.0, 0.3, 0.6}
+
+
+def test_processes_wait_for_no_gradient_of_a_router_that_has_none():
+    assert _leaves_unused(model_of(target=0.4, whole=0.2))
+    assert not _leaves_unused(model_of(target=0.4))
+    fixed, *_ = fixed_model(**LEVELS)
+    assert not _leaves_unused(fixed)
 
 
 def test_levels_that_leave_nobody_to_be_routed_are_refused():
@@ -152,16 +165,21 @@ def test_training_leaves_the_order_alone_and_computes_no_more_than_it_asks_for()
     model.train()
     model.progress = 0.0  # nothing is explored, from the first step on
 
-    def step(**named):
+    def step(turn, **named):
+        model.turn = turn
         optimizer.zero_grad()
         with flop_counter() as counter:
             model(ids, keep, labels=torch.arange(30) % 3, **named).loss.backward()
         optimizer.step()
         return counter.get_total_flops()
 
-    dense, ours = step(budget=1.0), step()
-    # A fifth each at 1, .3 and .6, the rest at .3; routers, classifier and what every input pays for come on top.
-    assert ours / dense == pytest.approx(0.2 * 1.9 + 0.4 * 0.3, abs=0.08)
+    named = turns(model, 12)
+    dense = step(0, budget=1.0)
+    for turn, budget in enumerate(named):
+        share = model.config.budget_config.first_target if budget is None else budget
+        # Routers, classifier and what every input pays for come on top.
+        assert step(turn) / dense == pytest.approx(share, abs=0.08), budget
+    assert len(set(named)) == 4
     for name, parameter in model.named_parameters():
         assert name not in routers or torch.equal(parameter, routers[name]), name
         assert ".router." not in name or parameter.grad is None, name

@@ -48,8 +48,8 @@ class BudgetConfig:
     # A second answer with every unit on, for inputs whose first is unsure.
     first: float = 1.0  # share of the target that the first answers spend; the second ones get the rest; 1: no second
     cascade: float = 0.0  # margin between the two best probabilities below which an input is answered again
-    whole: float = 0.0  # share of the inputs of a training step that run with every unit on
-    levels: Sequence[float] = ()  # budgets that as many inputs each run with, so that training answers at these too
+    whole: float = 0.0  # share of the training steps that run with every unit on
+    levels: Sequence[float] = ()  # budgets that as many steps each run at, so that the model is good there too
     router_hidden: int = 64
     view: str = "mean"
     relevance: str = "learned"
@@ -84,12 +84,12 @@ class BudgetConfig:
         paid = self.first == 1.0 or self.scope == "heads+blocks"
         need("first", paid, 'a second answer runs whole layers, so the budget must too: scope="heads+blocks"')
         need("cascade", 0.0 <= self.cascade <= 1.0, "is a difference of probabilities, so it must lie in [0, 1]")
-        need("whole", 0.0 <= self.whole < 1.0, "is a share of the inputs, so it must lie in [0, 1)")
+        need("whole", 0.0 <= self.whole < 1.0, "is a share of the steps, so it must lie in [0, 1)")
         object.__setattr__(self, "levels", tuple(self.levels))  # JSON has lists
         shares = all(isinstance(level, int | float) and 0.0 < level < 1.0 for level in self.levels)
         need("levels", shares, "every level is a share of the units, so it must lie in (0, 1)")
         room = not self.levels or 0.0 < self.whole * (1 + len(self.levels)) < 1.0
-        need("levels", room, f"each takes whole={self.whole} of the inputs, and some must be left; change whole")
+        need("levels", room, f"each takes whole={self.whole} of the steps, and some must be left; change whole")
         need("relevance", self.relevance in RELEVANCES, f"choose one of {', '.join(RELEVANCES)}")
         need(
             "relevance",

@@ -25,6 +25,8 @@ from budgetformer.errors import ModelFolderError, UsageError
 from budgetformer.router import Router, Routing, margins
 from budgetformer.schedule import Schedule
 
+GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, fill every part of [0, 1) evenly
+
 
 class BudgetFormerConfig(PreTrainedConfig):
     """Sizes (fields of `EncoderConfig`), the budget (a `BudgetConfig` as a mapping), the classifier and its losses."""
@@ -108,8 +110,7 @@ class BudgetFormerOutput(ModelOutput):
     loss: total. logits (batch, labels). gates (batch, layer, head): how often a head ran, 0 or 1, and once more for an
     input that was answered again (`BudgetConfig.cascade`). blocks (batch, layer, block): the same of feed-forward
     blocks; None where they have no budget. wanted (batch, layer): the share of heads that each budget controller asked
-    for. head_share (batch,): the share that ran. loss_parts: the loss by name. While training with
-    `BudgetConfig.whole` the fields of routing are those of the inputs that were routed.
+    for. head_share (batch,): the share that ran. loss_parts: the loss by name.
     """
 
     loss: Tensor | None = None
@@ -240,6 +241,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         self.register_buffer("overspent", torch.zeros(()))
         # Training progress in [0, 1], set by BudgetSchedule; 1 is exploitation.
         self.progress = 1.0
+        # Training steps so far, which say whose turn it is (`BudgetConfig.levels`); set by BudgetSchedule too.
+        self.turn = 0
         self.post_init()
 
     def forward(
@@ -280,12 +283,11 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         if self.training:
             options["explore"] = Schedule(budget=budget_config).at(self.progress)
         types = token_type_ids
-        rows: Tensor | slice = slice(None)
         again = None
-        if routed and self.training and budget_config.whole > 0:
-            out, rows = self._in_two(input_ids, keep, types, options)
-        else:
-            out = self.budgetformer.encode(input_ids, keep, types, budget=budget, gates=gates, blocks=blocks, **options)
+        if routed and self.training:
+            budget = self._next_level()
+            routed = budget is None
+        out = self.budgetformer.encode(input_ids, keep, types, budget=budget, gates=gates, blocks=blocks, **options)
         logits = self.classifier(out.hidden, keep)
         if routed and not self.training and budget_config.cascade > 0:
             sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
@@ -295,7 +297,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 logits = self.classifier(out.hidden, keep)
         parts = None
         if labels is not None:
-            parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed, rows)
+            parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed)
         output = BudgetFormerOutput(
             loss=None if parts is None else parts.total,
             logits=logits,
@@ -304,22 +306,14 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         )
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
 
-    def _in_two(self, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
-        """A training step in which some inputs run whole, and some at named budgets, so that the model is good there.
-
-        Returns the encoding (the routings are those of the routed inputs) and the places of the routed inputs.
+    def _next_level(self) -> float | None:
+        """The budget that this training step runs at; None is the learned one. By turns, so that each has its share of
+        the steps, and all processes are at the same one.
         """
         config = self.config.budget_config
-        part = spread_evenly(len(input_ids), config.whole, 1 + len(config.levels)).to(input_ids.device)
-        rows = (part == 0).nonzero()[:, 0]
-        out = self._part(rows, input_ids, keep, types, options)
-        hidden = out.hidden.new_zeros(*input_ids.shape, out.hidden.shape[-1]).index_copy(0, rows, out.hidden)
-        for number, budget in enumerate((1.0, *config.levels), start=1):
-            others = (part == number).nonzero()[:, 0]
-            if len(others):
-                named = self._part(others, input_ids, keep, types, options | {"budget": budget})
-                hidden = hidden.index_copy(0, others, named.hidden)
-        return replace(out, hidden=hidden), rows
+        point, self.turn = self.turn * GOLDEN % 1, self.turn + 1
+        levels = (1.0, *config.levels) if config.whole > 0 else ()
+        return next((level for i, level in enumerate(levels, start=1) if point < i * config.whole), None)
 
     def _again(self, rows, input_ids, keep, types, out: EncoderOutput, options: dict[str, Any]) -> EncoderOutput:
         """The encoding, that of `rows` made anew with every unit on; the routings stay those of the first time."""
@@ -356,7 +350,6 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         out: EncoderOutput,
         keep: Tensor,
         routed: bool,
-        rows: Tensor | slice,
     ) -> losses.LossParts:
         config, problem = self.config, self._problem(labels)
         weights = None if config.class_weights is None else logits.new_tensor(config.class_weights)
@@ -385,7 +378,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
                 budget=losses.paper_hinge(out.routings, budget_config),
                 entropy=sign * budget_config.entropy_weight * losses.entropy(out.routings, explore.tau),
             )
-        heads, neurons = flops.layer(keep[rows].sum(1), config.encoder_config)
+        heads, neurons = flops.layer(keep.sum(1), config.encoder_config)
         kinds = [(out.routings, heads)]
         if out.block_routings:
             kinds.append((out.block_routings, neurons))
@@ -395,7 +388,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         price = self.multiplier + budget_config.stiffness * self.overspent
         budget = losses.lagrange(cost, explore.target, price)
         if budget_config.spread > 0 and told is not None:
-            hard = losses.difficulty(told[rows].float(), labels[rows], problem)
+            hard = losses.difficulty(told.float(), labels, problem)
             budget = budget - budget_config.spread * (hard * (each - each.mean())).mean()
         self._learn_budget(cost.detach(), explore.target, out)
         return replace(parts, budget=budget)
@@ -429,26 +422,11 @@ class BudgetSchedule(TrainerCallback):
     def on_step_begin(self, args, state, control, *, model: Any = None, **kwargs):
         """Progress is a function of the step alone, so a resumed run is on the same curve."""
         model.progress = state.global_step / max(1, state.max_steps)
+        model.turn = state.global_step
 
     def on_train_end(self, args, state, control, *, model: Any = None, **kwargs):
         """After training the model is settled."""
         model.progress = 1.0
-
-
-GOLDEN = 0.6180339887  # multiples of it, modulo 1, leave no gaps and no heaps
-
-
-def spread_evenly(batch: int, share: float, parts: int = 1) -> Tensor:
-    """To which of `parts` parts each place of a batch belongs, counted from 1; what is left is part 0: (batch,).
-
-    Each part gets a share of the places, all over the batch, since that is sorted by length, and others at each call.
-    Part 0 is never empty.
-    """
-    point = (torch.arange(batch) * GOLDEN + torch.rand(())) % 1
-    part = (point / share).long() + 1
-    part[part > parts] = 0
-    part[point.argmax()] = 0
-    return part
 
 
 def inputs_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

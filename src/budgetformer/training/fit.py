@@ -195,10 +195,12 @@ def _arguments(model: torch.nn.Module, options: FitOptions, validates: bool, pro
 
 
 def _leaves_unused(model: Any) -> bool:
-    """True when routers wait for a gradient that never comes: those of a dense model that were not frozen."""
+    """True when routers wait for a gradient that never comes, or not in every step: those of a dense model that were
+    not frozen, or of one that also trains at named budgets.
+    """
     budget = model.config.budget_config
     routers = any(p.requires_grad for name, p in model.named_parameters() if ".router." in name)
-    return budget.target == 1.0 and budget.loss == "lagrange" and routers
+    return routers and (budget.whole > 0 or (budget.target == 1.0 and budget.loss == "lagrange"))
 
 
 def _epochs(checkpoint: Path, epochs: int, patience: int) -> int:
