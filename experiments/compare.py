@@ -220,7 +220,7 @@ def main():
             settle_cascade(model, held)
         measure(name, model, seconds)
         for budget in map(float, filter(None, args.also.split(","))):
-            if name.startswith("budgeted") and model.config.budget_config.first < 1:
+            if name.startswith("budgeted") and model.config.budget_config.whole > 0:
                 # The same model with more second answers.
                 target = model.config.budget_config.first_target
                 model.config.budget = {**model.config.budget, "target": budget, "first": target / budget}

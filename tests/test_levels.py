@@ -10,7 +10,7 @@ from budgetformer.config import BudgetConfig
 from budgetformer.engine import Engine
 from budgetformer.errors import UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification, BudgetSchedule
-from budgetformer.router import Router
+from budgetformer.router import Router, margins
 from budgetformer.schedule import Schedule
 from budgetformer.settings import TrainSettings
 from budgetformer.text import Encoded
@@ -18,6 +18,7 @@ from budgetformer.tokens import Tokens
 from budgetformer.training import job
 from budgetformer.training.fit import _leaves_unused
 from budgetformer.training.importance import block_cost, fix_order, most_important
+from budgetformer.training.settling import settle_cascade
 from core_helpers import VOCABULARY, flop_counter, hf_config, ids_and_keep, save_tokenizer, stir
 
 BLOCKS = 5
@@ -213,6 +214,53 @@ def test_a_folder_keeps_order_and_levels_and_the_engine_answers_alike(path, tmp_
     assert 0 < (found.gates > 1).any((1, 2)).sum() < len(tokens), "some are answered twice"
 
 
+# ---------------------------------------------------------------- what first answers spend, when training is over
+
+
+def held_with(model, labels):
+    """The texts with what `labels` makes of the answers at the learned budget, at the target and of the whole."""
+    texts = texts_of(LENGTHS * 4)
+    first, level, whole = (metrics.predict(model.eval(), texts, budget=b) for b in (None, 0.6, 1.0))
+    ran, every = metrics.work(first, model.config).units(model.config.budget_config)
+    sure = margins(first.logits, multi_label=False)
+    affordable = int((0.6 * every.sum() - ran.sum()) / every.mean())
+    again = sure.argsort().argsort() < affordable
+    twice = torch.where(again[:, None], whole.logits, first.logits)
+    wanted = {"level": level.logits, "twice": twice}[labels].argmax(-1).tolist()
+    return Encoded([{**item, "labels": label} for item, label in zip(texts.items, wanted, strict=True)])
+
+
+def without_labels(texts):
+    return Encoded([{"input_ids": item["input_ids"]} for item in texts.items])
+
+
+@pytest.mark.parametrize("better", ["level", "twice"])
+def test_what_answers_better_on_held_out_texts_is_kept(better):
+    model, *_ = fixed_model(**LEVELS)
+    held = held_with(model, better)
+    margin = settle_cascade(model, held)
+    budget, answers = model.config.budget_config, metrics.predict(model, held)
+    share = metrics.costs(answers, model.config)["units_flops_share"]
+    assert share == pytest.approx(0.6, abs=0.05)
+    assert budget.cascade == margin
+    again = flops.again(answers.gates)
+    if better == "level":
+        assert budget.first == 1.0
+        named = metrics.predict(model, held, budget=0.6)
+        assert torch.equal(answers.gates[again == 0], named.gates[again == 0])
+        assert again.float().mean() < 0.05
+    else:
+        assert budget.first == 0.5
+        assert 0.1 < again.float().mean() < 0.5
+
+
+def test_without_labels_first_answers_spend_what_they_were_told():
+    model, *_ = fixed_model(**LEVELS)
+    held = held_with(model, "level")
+    settle_cascade(model, without_labels(held))
+    assert model.config.budget_config.first == 0.5
+
+
 # ---------------------------------------------------------------- what `train` takes where nothing is said
 
 
@@ -272,7 +320,7 @@ def test_a_fixed_order_is_trained_settled_and_kept(tmp_path):
     torch.manual_seed(0)
     texts = texts_of(LENGTHS * 4)
     made, _ = job.fit_budgeted(
-        dense, budget, texts, None, asked, tmp_path, print, keep_checkpoints=False, held=texts_of(LENGTHS[::-1] * 2)
+        dense, budget, texts, None, asked, tmp_path, print, keep_checkpoints=False, held=without_labels(texts)
     )
     answers = metrics.predict(made.eval(), texts)
     once = answers.gates[flops.again(answers.gates) == 0]

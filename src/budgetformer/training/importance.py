@@ -1,11 +1,12 @@
 """Where routers start from: how much the dense twin's loss leans on each head and block (Michel et al. 2019)."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from budgetformer import flops
+from budgetformer.router import Router
 from budgetformer.text import Encoded, collator
 
 
@@ -98,13 +99,30 @@ def fix_order(model: Any, heads: Tensor, blocks: Tensor | None, cost: float) -> 
         kinds.append((blocks, first[1], encoder.block_profile, routers))
     for found, on, profile, routers in kinds:
         for router, row, share in zip(routers, _scores(found), on.mean(1), strict=True):
-            lowest = min(budget.min_units, router.units) / router.units
             router.scorer.weight.zero_()
             router.scorer.bias.copy_(row)
-            # The controller's last weights are zero: its bias alone says how many.
-            router.controller[2].bias.copy_(torch.logit((share - lowest) / (1 - lowest), eps=1e-4))
+            _want(router, share)
             router.requires_grad_(False)
         profile.copy_(on.mean(1))
+
+
+@torch.no_grad()
+def set_first(model: Any, budget: float, tokens: float) -> None:
+    """Let first answers, in a fixed order, spend what the named `budget` buys an input of `tokens` tokens."""
+    encoder = model.budgetformer.encoder
+    device = encoder.profile.device
+    heads, blocks = encoder.counts(torch.tensor([budget], device=device), torch.tensor([tokens], device=device))
+    for i, layer in enumerate(encoder.layers):
+        _want(layer.attention.router, heads[0, i] / layer.attention.router.units)
+        if blocks is not None:
+            _want(layer.feed_forward.router, blocks[0, i] / layer.feed_forward.router.units)
+
+
+def _want(router: Router, share: Tensor) -> None:
+    """The same share of the units for every input: the controller's last weights are zero, its bias says how many."""
+    lowest = min(router.budget.min_units, router.units) / router.units
+    last = cast(torch.nn.Linear, router.controller[2])
+    last.bias.copy_(torch.logit((share - lowest) / (1 - lowest), eps=1e-4))
 
 
 def _scores(found: Tensor) -> Tensor:

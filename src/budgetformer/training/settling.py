@@ -1,14 +1,16 @@
 """The last step of training: meet the budget in use, where no dropout disturbs what the routers see."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from budgetformer.config import MULTI_LABEL
-from budgetformer.metrics import costs, predict, work
+from budgetformer.metrics import costs, predict, scores, work
 from budgetformer.router import Router, margins
 from budgetformer.text import Encoded
+from budgetformer.training.importance import set_first
 
 CLOSE = 0.002  # share of the units' FLOPs
 HELD = 1000  # texts set aside at most
@@ -45,27 +47,58 @@ def settle(model: Any, encoded: Encoded, *, sample: int = 1000, rounds: int = 8)
     return best
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A first answer, the margin under which a second one follows, and the loss of what is answered then."""
+
+    first: float | None
+    margin: float
+    loss: float
+
+
 @torch.no_grad()
 def settle_cascade(model: Any, encoded: Encoded) -> float:
     """Find the margin below which an input is answered again, so that both answers together meet the target.
 
-    encoded: texts that training has not seen, since on those it has seen a model is too sure; no labels are needed.
-    Sets `BudgetConfig.cascade` in the model's config and returns it.
+    encoded: texts that training has not seen, since on those it has seen a model is too sure. Where they have labels
+    and the order of units is fixed, the levels up to the target are tried as first answers too (at the target nothing
+    is left for second ones), and what has the least loss is taken. Sets `BudgetConfig.cascade` and `first` in the
+    model's config, the routers to the first answer, and returns the margin.
     """
     config = model.config
     budget = config.budget_config
     config.budget = {**config.budget, "cascade": 0.0}
-    answers = predict(model.eval(), encoded)
-    ran, every = work(answers, config).units(budget)
-    left = float(budget.target * every.sum() - ran.sum())
-    sure = margins(answers.logits, multi_label=config.problem_type == MULTI_LABEL)
+    labels = [item["labels"] for item in encoded.items if "labels" in item]
+    firsts: list[float | None] = [None]
+    if budget.relevance == "fixed" and len(labels) == len(encoded):
+        firsts += [level for level in budget.levels if budget.first_target < level <= budget.target]
+    whole = predict(model.eval(), encoded, budget=1.0).logits if len(firsts) > 1 else None
+    ways = []
+    for first in firsts:
+        answers = predict(model.eval(), encoded, budget=first)
+        sure = margins(answers.logits, multi_label=config.problem_type == MULTI_LABEL)
+        margin, loss = _affordable(sure, *work(answers, config).units(budget), budget.target), 0.0
+        if whole is not None:
+            loss = scores(torch.where((sure < margin)[:, None], whole, answers.logits), labels)["loss"]
+        ways.append(_Way(first, margin, loss))
+    best = min(ways, key=lambda way: way.loss)
+    if best.first is not None:
+        set_first(model, best.first, sum(encoded.lengths) / len(encoded))
+        config.budget = {**config.budget, "first": min(1.0, best.first / budget.target)}
+    config.budget = {**config.budget, "cascade": best.margin}
+    return best.margin
+
+
+def _affordable(sure: Tensor, ran: Tensor, every: Tensor, target: float) -> float:
+    """The margin up to which the least sure inputs can all be answered again. sure, ran, every (inputs,): how sure the
+    first answers are, what they cost, and what every unit costs.
+    """
+    left = float(target * every.sum() - ran.sum())
     order = sure.argsort()
     affordable = int((every[order].cumsum(0) <= left).sum())
     # Half way between the last input that can be paid for and the first that cannot.
     bounds = torch.cat([sure.new_zeros(1), sure[order], sure.new_ones(1)])
-    margin = float(bounds[affordable : affordable + 2].mean()) if affordable else 0.0
-    config.budget = {**config.budget, "cascade": margin}
-    return margin
+    return float(bounds[affordable : affordable + 2].mean()) if affordable else 0.0
 
 
 def hold_out(encoded: Encoded, seed: int) -> tuple[Encoded, Encoded]:
