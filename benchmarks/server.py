@@ -3,11 +3,13 @@
     python benchmarks/server.py --model runs/demo --output server.json            all of it, some minutes
     python benchmarks/server.py --model runs/demo --parts overhead,kill --small   to see that all works
 
+With --parts, what --output already holds of the other parts stays there.
+
 steady    50 requests a second: none may fail.
 overload  several times what it can answer: 200 or 429 alone, each in a bounded time.
 memory    20,000 requests of mixed length: the resident memory of both processes after a tenth of them, and at the end.
 kill      SIGKILL of the engine under load: seconds until healthy, and what clients saw.
-overhead  one text at a time: the engine's time, the server's around it, the client's around both; and CPU time.
+overhead  one text at a time: the engine's time, as it measures it itself, and the client's around it.
 budgets   1.5 times what a fixed budget can answer: fixed against load-following, latency and accuracy.
 
 Arrivals are a Poisson process, drawn before, and latency counts from when a request was due: a server that falls behind
@@ -20,6 +22,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -72,8 +75,14 @@ def _stat(pid: int) -> list[str]:
 @contextlib.contextmanager
 def serving(model: str, *arguments: str) -> Iterator[Server]:
     """`budgetformer serve` on a free port of this machine."""
-    command = [sys.executable, "-m", "budgetformer", "serve", "--model", model, "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with started("-m", "budgetformer", "serve", "--model", model, "--port", "0", *arguments) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[Server]:
+    """A Python program that says on stderr at which address it serves."""
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "http://" in line:
@@ -251,33 +260,133 @@ def kill(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str
     return {"healthy_s": round(took, 2), **found, "ok": took < 10 and set(found["statuses"]) <= {"200", "503"}}
 
 
+WORDS = (10, 25, 50, 100, 200, 400)
+LONGEST = 512  # tokens; the model may have been made for fewer, and this is about time
+
+
+class Line:
+    """One keep-alive connection, one request after another, each sent in one piece and ready before the clock runs.
+
+    An asyncio client takes longer to send and to read than all of a short text's overhead; that would be its own.
+    """
+
+    def __init__(self, server: Server, text: str) -> None:
+        host, port = server.address.removeprefix("http://").split(":")
+        self.connection = socket.create_connection((host, int(port)))
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        body = json.dumps({"inputs": text}).encode()
+        lines = (
+            "POST /predict HTTP/1.1",
+            f"Host: {host}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        )
+        self.request = "\r\n".join((*lines, "\r\n")).encode() + body
+
+    def ask(self) -> tuple[float, bytes, bytes]:
+        """Milliseconds until the last byte of the answer, its head and its body."""
+        began = time.perf_counter()
+        self.connection.sendall(self.request)
+        head, mark, body = self.connection.recv(1 << 20), b"\r\n\r\n", b""
+        while mark not in head:
+            head += self._more()
+        head, _, body = head.partition(mark)
+        length = int(head.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
+        while len(body) < length:
+            body += self._more()
+        return 1e3 * (time.perf_counter() - began), head, body
+
+    def _more(self) -> bytes:
+        more = self.connection.recv(1 << 20)
+        if not more:
+            raise SystemExit("the server hung up")
+        return more
+
+
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """No core sleeps: on each there is a loop that runs only where nothing else would.
+
+    A core that has slept for some milliseconds begins with cold caches, and in a virtual machine somebody else may have
+    had it. Whoever waits for 5 ms, as a server does for its engine, then needs a multiple of the time for what comes
+    next, whatever it is. A server that has more to do than one request at a time does not sleep.
+    """
+    code = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); "
+    code += "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", code, str(core)]) for core in sorted(os.sched_getaffinity(0))]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower one, the median, the upper one."""
+    return [round(value, 3) for value in np.percentile(values, (25, 50, 75)).tolist()]
+
+
 def overhead(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
-    """One text at a time, short to long."""
-    count, rows = 200 if options.small else 2000, []
-    with serving(options.model, *options.serve) as server:
-        for length in (10, 50, 100):
-            text = [" ".join((" ".join(texts)).split()[:length])]
-            asyncio.run(closed_loop(server, text, count // 10, 1))
-            before = server.cpu_s()
-            seen = asyncio.run(closed_loop(server, text, count, 1))
-            after = server.cpu_s()
-            engine = statistics.median(one.engine_ms for one in seen)
-            inside = statistics.median(one.total_ms - one.engine_ms for one in seen)
-            outside = statistics.median(1e3 * one.seconds - one.engine_ms for one in seen)
-            cpu, engine_cpu = (1e3 * (then - now) / count for now, then in zip(before, after, strict=True))
-            rows.append(
-                {
-                    "words": length,
-                    "engine_ms": round(engine, 3),
-                    "around_engine_ms": round(inside, 3),  # tokens, queue, pipe
-                    "client_minus_engine_ms": round(outside, 3),  # all that, HTTP on both sides, and the client
-                    "server_cpu_ms": round(cpu, 3),
-                    "engine_process_cpu_ms": round(engine_cpu, 3),
-                    "overhead": round(inside / engine, 3),
-                    "overhead_with_http": round(cpu / engine, 3),
-                }
-            )
-    return {"rows": rows, "ok": all(row["overhead_with_http"] <= 0.1 for row in rows)}
+    """One text at a time, short to long, on cores that sleep while nothing is to be done, and on cores that do not.
+
+    The overhead is the client's time less the engine's, request by request. floor: the same client, and a server that
+    always gives the same answer of the same size, asked whenever the other has answered, so that it has waited as long
+    and its caches are as cold.
+    """
+    words, found = " ".join(texts).split(), {}
+    with serving(options.model, *options.serve, "--max-length", str(LONGEST)) as server:
+        first = Line(server, words[0])
+        size = max(len(first.ask()[2]) for _ in range(500))  # so many, as the first requests to a server are slower
+        with started(str(Path(__file__).with_name("server_floor.py")), str(size)) as constant:
+            for state, kept in (("asleep", contextlib.nullcontext()), ("awake", awake())):
+                with kept:
+                    found[state] = [_row(options, server, constant, " ".join(words[:n])) for n in WORDS]
+    under = {state: [row["tokens"] for row in rows if row["overhead"] <= 0.1] for state, rows in found.items()}
+    return {
+        **found,
+        "tokens_of_the_first_within_a_tenth": {state: min(tokens, default=None) for state, tokens in under.items()},
+        "ok": all(row["overhead"] <= 0.1 for row in found["asleep"]),
+    }
+
+
+def _row(options: argparse.Namespace, server: Server, constant: Server, text: str) -> dict[str, Any]:
+    line, floor = Line(server, text), Line(constant, text)
+    each = statistics.median(line.ask()[0] for _ in range(20))  # which warms up, too
+    seconds, before = (0.2 if options.small else 2.5), server.cpu_s()
+    count = max(20, round(1e3 * seconds / each))
+    asked = [line.ask() for _ in range(count)]
+    after = server.cpu_s()
+    parts = [dict(_timing(head)) for _, head, _ in asked]
+    engine, around = [part["inference"] for part in parts], [part["total"] - part["inference"] for part in parts]
+    beyond = [wall - part["inference"] for (wall, _, _), part in zip(asked, parts, strict=True)]
+    alone = []
+    for _ in range(20 + count // 4):
+        line.ask()
+        alone.append(floor.ask()[0])
+    head = asked[0][1].decode("latin-1").lower()
+    median = statistics.median(engine)
+    return {
+        "words": len(text.split()),
+        "tokens": int(head.partition("x-compute-tokens: ")[2].partition("\r\n")[0]),
+        "requests": count,
+        "engine_ms": quartiles(engine),
+        "overhead_ms": quartiles(beyond),  # HTTP on both sides, tokens, queue, pipe, answer
+        "inside_ms": quartiles(around),  # of that, from the parsed request to the answer's headers
+        "floor_ms": quartiles(alone[20:]),
+        "server_cpu_ms": round(1e3 * (after[0] - before[0]) / count, 3),
+        "overhead": round(statistics.median(beyond) / median, 3),
+        "overhead_over_floor": round((statistics.median(beyond) - statistics.median(alone[20:])) / median, 3),
+    }
+
+
+def _timing(head: bytes) -> Iterator[tuple[str, float]]:
+    """The parts of `Server-Timing`, in milliseconds."""
+    said = head.lower().partition(b"\r\nserver-timing: ")[2].partition(b"\r\n")[0].decode()
+    for part in said.split(", "):
+        name, _, took = part.partition(";dur=")
+        yield name, float(took)
 
 
 def budgets(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
@@ -296,6 +405,19 @@ def budgets(options: argparse.Namespace, texts: Sequence[str], labels: Sequence[
             "mean_budget": round(statistics.mean(used), 3) if used else None,
         }
     return {"saturation": round(most, 1), "rate": round(1.5 * most, 1), **found}
+
+
+def _before(parser: argparse.ArgumentParser, output: str | None, found: dict[str, Any]) -> dict[str, Any]:
+    """The parts that were measured before, of the same model, flags and processor."""
+    if output is None or not Path(output).exists():
+        return {}
+    before = json.loads(Path(output).read_text(encoding="utf-8"))
+    for name in ("model", "serve"):
+        if before[name] != found[name]:
+            parser.error(f"{output}: {name} was {before[name]}, is {found[name]}; give another --output")
+    if before["environment"]["cpu"] != found["environment"]["cpu"]:
+        parser.error(f"{output}: measured on another processor; give another --output")
+    return before
 
 
 def main() -> None:
@@ -320,12 +442,13 @@ def main() -> None:
         "serve": options.serve,
         "environment": {k: v for k, v in environment().items() if k != "engine_library"},
     }
+    before = _before(parser, options.output, found) if len(wanted) < len(PARTS) else {}
     for part in wanted:
         found[part] = globals()[part](options, texts, labels)
         print(part, json.dumps(found[part]), file=sys.stderr, flush=True)
     if options.output:
         with write_aside(options.output) as aside:
-            aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            aside.write_text(json.dumps({**before, **found}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))
 
 

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from budgetformer.engine import Engine
 from budgetformer.ports.server.app import create_app
 from budgetformer.ports.server.policy import Policy
 from budgetformer.ports.server.service import Service
-from budgetformer.ports.server.worker import LENGTHS, answer, facts, pack, unpack
+from budgetformer.ports.server.worker import HEAD, Frame, answer, facts, pack, size_of, unpack
 
 
 class Local:
@@ -35,33 +36,32 @@ class Local:
         await self.open.wait()
         if self.errors and (error := self.errors.pop(0)) is not None:
             raise error
-        table, found = answer(self.engine, self.through_a_pipe({}, arrays)[1], detail=detail)
+        frame = answer(self.engine, self.through_a_pipe(Frame(float(detail), arrays)))
         if self.spoil:
-            found["logits"] = found["logits"] * float("nan")
-        table, found = self.through_a_pipe(table, found)
-        return table["seconds"], found
+            frame.arrays["logits"] = frame.arrays["logits"] * np.float32("nan")
+        frame = self.through_a_pipe(frame)
+        return frame.number, frame.arrays
 
     @staticmethod
-    def through_a_pipe(table, arrays):
-        frame = pack(table, arrays)
-        head, body = LENGTHS.unpack(frame[: LENGTHS.size])
-        at = LENGTHS.size + head
-        assert len(frame) == at + body
-        return unpack(frame[LENGTHS.size : at], frame[at:])
+    def through_a_pipe(frame):
+        packed = pack(frame)
+        head, body = packed[: HEAD.size], packed[HEAD.size :]
+        assert size_of(head) == len(body)
+        return unpack(head, body)
 
     @property
     def lengths(self):
         """Tokens of each text, batch by batch."""
-        return [(arrays["offsets"][1:] - arrays["offsets"][:-1]).tolist() for arrays in self.batches]
+        return [arrays["lengths"].tolist() for arrays in self.batches]
 
 
 @contextlib.asynccontextmanager
-async def serving(engine, *, budget=None, key=None, echo=lambda line: None, **options):
+async def serving(engine, *, budget=None, key=None, hosts=None, echo=lambda line: None, **options):
     """A client, the service and its backend."""
     backend = Local(engine)
     service = Service("tiny", engine.tokenizer, backend, Policy.parse(budget), **options)
     computing = asyncio.create_task(service.queue.run())
-    app = create_app(service, key=key, echo=echo)
+    app = create_app(service, key=key, hosts=hosts, echo=echo)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:

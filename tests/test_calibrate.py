@@ -12,13 +12,13 @@ import pytest
 from scipy import stats
 
 import tiny
-from budgetformer import cli
 from budgetformer.cli import verbs
 from budgetformer.engine.calibrating import First, accepted, answered, calibrate, fewest, largest_risk, most
 from budgetformer.engine.counting import counted
 from budgetformer.engine.engine import Engine
 from budgetformer.engine.saved import Calibrated, Saved, Way, read_saved, write_saved
 from budgetformer.errors import ModelFolderError, UsageError
+from budgetformer.ports.server import worker
 from budgetformer.predict import Predictor
 from budgetformer.tokens import tokenise
 from engine_helpers import in_python
@@ -364,18 +364,6 @@ def test_a_damaged_record_is_refused(tmp_path, damage):
 # --------------------------------------------------------------------------------------------------- the command line
 
 
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
 def errors(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("budgetformer: ")]
 
@@ -448,6 +436,20 @@ def test_another_length_or_type_is_told(run, engine):
     assert f"calibrated for fp32 and at most {engine.max_length} tokens, used for fp32 and at most 5 tokens" in err
     write_saved(engine.folder, Saved(calibrated=replace(MADE, max_length=engine.max_length)))
     assert "calibrated for bf16" in run(*arguments, "--dtype", "fp32")[2]
+
+
+def test_the_server_answers_as_calibrated_and_says_where_nothing_is_promised(engine):
+    options = {"model": str(engine.folder), "calibrated": True, "threads": 1}
+    with pytest.raises(UsageError, match="not been calibrated yet; run: budgetformer calibrate --model"):
+        worker.load(**options)
+    write_saved(engine.folder, Saved(calibrated=replace(MADE, dtype="fp32", max_length=engine.max_length)))
+    found = worker.load(**options)
+    assert (found.budget, found.margin) == (MADE.way.budget, MADE.way.margin)
+    assert "promised" not in found.note
+    found = worker.load(**options, max_length=5)
+    assert f"fp32 and at most {engine.max_length} tokens, used for fp32 and at most 5 tokens" in found.note
+    assert "\n" not in found.note
+    assert worker.load(str(engine.folder), calibrated=False).margin is None
 
 
 def test_what_was_calibrated_anew_is_no_run_to_go_on_with(run, engine, source, tmp_path, monkeypatch):

@@ -13,9 +13,11 @@ import server_helpers
 import tiny
 from budgetformer.cli import serving as serving_command
 from budgetformer.errors import UsageError
+from budgetformer.ports.server.guard import hosts_of
 from budgetformer.ports.server.policy import Policy
-from budgetformer.ports.server.process import EngineFailed, EngineLost
+from budgetformer.ports.server.process import EngineFailed, EngineLost, _Pipes
 from budgetformer.ports.server.service import Limits
+from budgetformer.ports.server.worker import HEAD, Frame, pack, size_of, unpack
 from budgetformer.predict import Predictor
 from budgetformer.settings import ServeSettings, resolve
 from server_helpers import serving
@@ -182,12 +184,12 @@ def test_only_json_is_read(engine):
     async def scenario():
         async with serving(engine) as (client, _, _):
             body = json.dumps({"inputs": "cash"})
-            kinds = ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8")
+            kinds = ("text/json", "application/jsonl", "application/json; charset=utf-8", "Application/JSON")
             return [
                 (await client.post("/predict", content=body, headers={"content-type": k})).status_code for k in kinds
             ]
 
-    assert asyncio.run(scenario()) == [415, 415, 200]
+    assert asyncio.run(scenario()) == [415, 415, 200, 200]
 
 
 def test_a_large_body_is_refused_before_it_is_read(engine):
@@ -220,6 +222,126 @@ def test_a_body_that_does_not_come_is_given_up(engine):
             return await client.post("/predict", content=slow(), headers={"content-type": "application/json"})
 
     assert asyncio.run(scenario()).status_code == 408
+
+
+# Foreign pages
+
+
+NAMED = ["models.example.org", " Models.Example.NET ", "fd00::1"]
+
+
+def test_a_server_of_this_machine_alone_goes_by_its_own_names():
+    local = {"localhost", "127.0.0.1", "::1"}
+    assert hosts_of("127.0.0.1", "127.0.0.1", None) == local
+    assert hosts_of("::1", "localhost", None) == local
+    assert hosts_of("127.0.0.2", "Box", None) == {*local, "127.0.0.2", "box"}
+    assert hosts_of("127.0.0.1", "127.0.0.1", ",".join(NAMED)) == {
+        *local,
+        *("models.example.org", "models.example.net", "fd00::1"),
+    }
+    assert hosts_of("0.0.0.0", "0.0.0.0", None) is None
+    assert hosts_of("::", "::", None) is None
+    assert hosts_of("10.0.0.7", "10.0.0.7", "box") == {*local, "box"}
+
+
+@pytest.mark.parametrize("named", ["http://box", "box:80", "box/", "a,,b", "[::1]", "*", "a b", ".box", "b\nx", ","])
+def test_what_is_no_name_of_a_host_is_refused(named):
+    with pytest.raises(UsageError, match="names of hosts with commas between") as refused:
+        hosts_of("127.0.0.1", "127.0.0.1", named)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "through"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:1", True),
+        ("[::1]", True),
+        ("[::1]:8000", True),
+        ("models.example.org:443", True),
+        ("attacker.example", False),
+        ("localhost.attacker.example:8000", False),
+        ("attacker.example:127.0.0.1", False),
+        ("localhost@attacker.example", False),
+        ("127.0.0.1.attacker.example", False),
+        ("[::1].attacker.example", False),
+        ("127.0.0.2", False),
+        ("::1", False),
+        ("localhost:", True),
+        ("localhost:x", False),
+        (" ", False),
+        ("", False),
+    ],
+)
+def test_a_request_for_another_name_is_refused(engine, host, through):
+    async def scenario():
+        hosts = hosts_of("127.0.0.1", "127.0.0.1", "models.example.org")
+        async with serving(engine, hosts=hosts) as (client, _, backend):
+            client.headers["host"] = host
+            answers = [await client.get(path) for path in ("/", "/health", "/info", "/metrics", "/openapi.json")]
+            answers += [await client.post("/predict", json={"inputs": "cash"})]
+            answers += [await client.post("/inspect", json={"text": "cash"})]
+            return answers, backend.batches
+
+    answers, batches = asyncio.run(scenario())
+    assert {answered.status_code for answered in answers} == {200 if through else 421}
+    assert bool(batches) == through
+    if not through:
+        assert all(answered.json()["error_type"] == "Validation" for answered in answers)
+        assert all("--allow-host" in answered.json()["error"] for answered in answers)
+
+
+def test_a_request_without_a_name_is_refused_where_names_are_asked_for(engine):
+    async def scenario(hosts):
+        async with serving(engine, hosts=hosts) as (client, _, _):
+            sent = []
+
+            async def send(message):
+                sent.append(message)
+
+            scope = {"type": "http", "method": "GET", "path": "/health", "headers": [], "query_string": b""}
+            await client._transport.app(scope, None, send)
+            return sent[0]["status"]
+
+    assert asyncio.run(scenario(frozenset({"localhost"}))) == 421
+    assert asyncio.run(scenario(None)) == 200
+
+
+def test_no_foreign_page_can_post(engine):
+    """What a browser sends without asking first is refused; and when it asks, nothing is allowed."""
+    simple = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json", None)
+    simple += ("text/plain; application/json", "text/plain;charset=application/json")
+    bodies = {
+        "/predict": {"inputs": "cash"},
+        "/inspect": {"text": "cash"},
+        "/v2/models/tiny/infer": {"inputs": [tensor(["cash"])]},
+    }
+    asked = {
+        "origin": "https://attacker.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+
+    async def scenario():
+        async with serving(engine) as (client, _, backend):
+            posted, preflights = [], []
+            for path, body in bodies.items():
+                for kind in simple:
+                    headers = {"origin": "https://attacker.example"} | ({"content-type": kind} if kind else {})
+                    posted.append(await client.post(path, content=json.dumps(body), headers=headers))
+                preflights.append(await client.options(path, headers=asked))
+            before = len(backend.batches)
+            posted_well = [await client.post(path, json=body) for path, body in bodies.items()]
+            return posted, preflights, before, posted_well
+
+    posted, preflights, before, posted_well = asyncio.run(scenario())
+    assert [answered.status_code for answered in posted] == [415] * len(simple) * len(bodies)
+    assert before == 0
+    assert [answered.status_code for answered in preflights] == [405] * len(bodies)
+    for answered in (*posted, *preflights, *posted_well):
+        assert not [name for name in answered.headers if name.startswith("access-control")]
+    assert [answered.status_code for answered in posted_well] == [200] * len(bodies)
 
 
 # The key
@@ -378,6 +500,71 @@ def test_texts_of_a_client_that_hung_up_are_never_computed(engine):
     status, before, after, lengths, hung_up = asyncio.run(scenario())
     assert (status, before, after, hung_up) == (200, 5, 1, 499)
     assert lengths == [[3]]
+
+
+def test_what_is_left_of_a_request_is_not_computed_when_its_client_hangs_up(engine):
+    async def scenario():
+        async with serving(engine, batch_tokens=1) as (client, service, backend):
+            backend.open.clear()
+            gone, statuses = asyncio.Event(), []
+            messages = iter([{"type": "http.request", "body": json.dumps({"inputs": TEXTS}).encode()}])
+
+            async def receive():
+                message = next(messages, None)
+                if message is None:
+                    await gone.wait()
+                    return {"type": "http.disconnect"}
+                return message
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
+            request = asyncio.create_task(client._transport.app(scope, receive, send))
+            while not backend.batches:
+                await asyncio.sleep(0.001)
+            before = len(service.queue)
+            gone.set()
+            await request
+            backend.open.set()
+            await asyncio.sleep(0.02)
+            return before, len(service.queue), len(backend.batches), statuses[0]
+
+    assert asyncio.run(scenario()) == (3, 0, 1, 499)
+
+
+# Between the two processes
+
+
+def test_a_frame_is_read_as_it_was_written():
+    arrays = {
+        "ids": np.arange(5, dtype=np.int32),
+        "gates": np.arange(24, dtype=np.uint8).reshape(2, 3, 4),
+        "logits": np.array([[0.5, -np.inf, 1e-30]], np.float32),
+        "share": np.array([1 / 3, 2.0]),
+    }
+    for frame in (Frame(0.25, arrays), Frame(1.0), Frame(table={"error": "ä", "exit_code": 4}), Frame(2.0, arrays, {})):
+        packed = pack(frame)
+        assert size_of(packed[: HEAD.size]) == len(packed) - HEAD.size
+        found = unpack(packed[: HEAD.size], packed[HEAD.size :])
+        assert (found.number, found.table, list(found.arrays)) == (frame.number, frame.table, list(frame.arrays))
+        for name, array in frame.arrays.items():
+            assert (found.arrays[name].dtype, found.arrays[name].shape) == (array.dtype, array.shape)
+            assert (found.arrays[name] == array).all()
+
+
+@pytest.mark.parametrize("piece", [1, 7, HEAD.size, 30, 1000])
+def test_frames_are_found_however_a_pipe_cuts_them(piece):
+    async def scenario():
+        came = []
+        pipes = _Pipes(came.append, lambda: None)
+        written = b"".join(pack(Frame(float(n), {"ids": np.arange(n + 1, dtype=np.int32)})) for n in range(5))
+        for at in range(0, len(written), piece):
+            pipes.pipe_data_received(1, written[at : at + piece])
+        return [(frame.number, frame.arrays["ids"].tolist()) for frame in came]
+
+    assert asyncio.run(scenario()) == [(float(n), list(range(n + 1))) for n in range(5)]
 
 
 # An engine that fails

@@ -146,6 +146,25 @@ def test_the_key_is_seen_by_nobody_else(folder, tmp_path):
             assert httpx.post(f"{address}/predict", json=TEXT, headers=headers).status_code == 200
 
 
+def test_a_name_that_points_here_is_no_way_in(folder):
+    """A page that had its own name point to 127.0.0.1 gets nothing, unless that name is let through."""
+    foreign = {"host": "attacker.example:8000"}
+    for arguments, environment, expected in (
+        ((), {}, 421),
+        (("--allow-host", "attacker.example,other.example"), {}, 200),
+        ((), {"BUDGETFORMER_ALLOW_HOST": "attacker.example"}, 200),
+        (("--host", "0.0.0.0"), {}, 200),
+        (("--host", "0.0.0.0", "--allow-host", "other.example"), {}, 421),
+    ):
+        with server_helpers.process(folder, *arguments, **environment) as (_, address):
+            address = address.replace("0.0.0.0", "127.0.0.1")
+            assert httpx.post(f"{address}/predict", json=TEXT, headers=foreign).status_code == expected
+            assert httpx.get(address, headers=foreign).status_code == expected
+            assert httpx.post(f"{address}/predict", json=TEXT).status_code == 200
+            named = address.replace("127.0.0.1", "localhost")
+            assert httpx.post(f"{named}/predict", json=TEXT).status_code == 200
+
+
 def test_headers_without_an_end_are_cut(folder):
     with server_helpers.process(folder) as (_, address):
         host, port = address.removeprefix("http://").split(":")
@@ -178,6 +197,9 @@ def test_what_keeps_it_from_starting_is_one_line(folder, tmp_path):
         code, line = fails("--model", folder, "--port", taken.getsockname()[1])
     assert code == 1
     assert "in use" in line
+    code, line = fails("--model", folder, "--port", "0", "--allow-host", "http://box")
+    assert code == 2
+    assert "allow_host is 'http://box'" in line
     code, line = fails("--model", folder, "--budget", "0.9:0.1")
     assert code == 2
     assert "LOW:HIGH" in line

@@ -189,11 +189,11 @@ class TrainSettings(Checked):
         "unsure [default: 0.6 with heads+blocks, else 1]",
     )
     whole_share: float = in_budget(
-        number(0, 1, below=True), "share of the texts that train every unit, when there are second answers", default=0.2
+        number(0, 1, below=True), "share of the steps that train every unit, when there are second answers", default=0.2
     )
     levels: str | None = in_budget(
         optional(list_of_shares()),
-        "budgets that as many texts train each [default: the target and its double, where the order is fixed]",
+        "budgets that as many steps train each [default: the target and its double, where the order is fixed]",
         example="0.25,0.5",
     )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
@@ -518,6 +518,12 @@ class ServeSettings(Checked):
     )
     host: str = in_server(some("an address"), "address to listen at; 0.0.0.0 lets others in", default="127.0.0.1")
     port: int = in_server(whole(0, 65535), "port to listen at; 0 picks one", default=8000)
+    allow_host: str | None = in_server(
+        optional(some("host names, separated by commas")),
+        "names, separated by commas, that requests may be for, beside localhost "
+        "[default: none where --host is of this machine alone, else any]",
+        example="models.example.org",
+    )
     name: str | None = in_server(optional(some("a name")), "the model's name for clients [default: the folder's]")
     api_key_file: str | None = in_server(FILE, "file with the key that clients must give (or BUDGETFORMER_API_KEY)")
     timeout: float = in_server(POSITIVE, "seconds that a request may take", default=30.0)

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from budgetformer import __version__
-from budgetformer.ports.server.guard import HUNG_UP, Guard, failure, too_large
+from budgetformer.ports.server.guard import Guard, answer_to, failure, too_large
 from budgetformer.ports.server.measures import CONTENT_TYPE
 from budgetformer.ports.server.protocol import (
     Failure,
@@ -51,6 +51,7 @@ REASONS = {
     408: "the body did not come",
     413: "too large",
     415: "no JSON",
+    421: "a name that is not this server's",
     422: "not as described",
     424: "the model failed",
     429: "overloaded",
@@ -60,9 +61,18 @@ Responses = dict[int | str, dict[str, Any]]
 FAILURES: Responses = {code: {"model": Failure, "description": why} for code, why in REASONS.items()}
 
 
-def create_app(service: Service, *, key: str | None = None, echo: Callable[[str], None] = lambda line: None) -> Guard:
-    """The application for a service. key: asked of every request but those for the page's files and the health."""
-    app = FastAPI(title="BudgetFormer", version=__version__, docs_url=None, redoc_url=None)
+def create_app(
+    service: Service,
+    *,
+    key: str | None = None,
+    hosts: frozenset[str] | None = None,
+    echo: Callable[[str], None] = lambda line: None,
+) -> Guard:
+    """The application for a service. key: asked of every request but those for the page's files and the health. hosts:
+    the names that requests may be for, None is any.
+    """
+    foreign: Responses = {421: FAILURES[421]}
+    app = FastAPI(title="BudgetFormer", version=__version__, docs_url=None, redoc_url=None, responses=foreign)
     bodies: dict[str, Any] = {}
 
     def takes(model: type[BaseModel]) -> dict[str, Any]:
@@ -159,16 +169,10 @@ def create_app(service: Service, *, key: str | None = None, echo: Callable[[str]
         app.get(f"/{name}", include_in_schema=False)(_file(file, kind))
 
     @app.exception_handler(Refused)
-    async def _refused(request: Request, error: Refused) -> Response:
-        return failure(error)
-
     @app.exception_handler(HungUp)
-    async def _hung_up(request: Request, error: HungUp) -> Response:
-        return Response(status_code=HUNG_UP)
-
     @app.exception_handler(Exception)
     async def _failed(request: Request, error: Exception) -> Response:
-        return failure(Refused(500, "Backend", f"the server failed ({type(error).__name__})"))
+        return answer_to(error)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -184,7 +188,7 @@ def create_app(service: Service, *, key: str | None = None, echo: Callable[[str]
         return app.openapi_schema
 
     app.openapi = described
-    return Guard(app, service, key, echo)
+    return Guard(app, {"/predict": predict, "/inspect": inspect}, service, key=key, hosts=hosts, echo=echo)
 
 
 async def _read(request: Request, model: type[Model], limits: Limits) -> Model:
@@ -249,7 +253,7 @@ def _inferred(service: Service, asked: InferRequest, answered: Answered) -> dict
         "label": ("BYTES", [rows], [labels[i] for i in best]),
         "score": ("FP32", [rows], chances.max(1).tolist()),
         "probabilities": ("FP32", [rows, classes], chances.ravel().tolist()),
-        "units_share": ("FP32", [rows], answered.shares.round(4).tolist()),
+        "units_share": ("FP32", [rows], [round(share, 4) for share in answered.shares]),
     }
     names = list(made) if asked.outputs is None else [one.name for one in asked.outputs]
     words = ("datatype", "shape", "data")
@@ -287,7 +291,7 @@ def _json(answer: Any, answered: Answered, service: Service) -> Response:
         "x-compute-characters": str(answered.characters),
         "x-compute-tokens": str(answered.tokens),
         "x-budget": str(_used(service, answered)),
-        "x-units-share": f"{answered.shares.mean():.4f}",
+        "x-units-share": f"{sum(answered.shares) / len(answered.shares):.4f}",
     }
     return Response(to_json(answer), media_type="application/json", headers=headers)
 

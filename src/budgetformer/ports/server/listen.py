@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from budgetformer.engine.tokenizer import FolderTokenizer
 from budgetformer.ports.server.app import create_app
+from budgetformer.ports.server.guard import hosts_of
 from budgetformer.ports.server.policy import Policy
 from budgetformer.ports.server.process import EngineProcess
 from budgetformer.ports.server.service import Limits, Service
@@ -80,6 +81,7 @@ async def _serve(
     echo: Callable[[str], None],
 ) -> None:
     policy = Policy.parse(settings.budget)
+    hosts = hosts_of(listening.getsockname()[0], settings.host, settings.allow_host)
     options = {name: getattr(settings, name) for name in ("model", *ENGINE_OPTIONS)}
     backend = EngineProcess({**options, "calibrated": policy.word == "calibrated"}, limit_s=settings.timeout, echo=echo)
     await backend.start()
@@ -98,7 +100,7 @@ async def _serve(
                 seconds=settings.timeout,
             ),
         )
-        config.app = create_app(service, key=key, echo=echo)
+        config.app = create_app(service, key=key, hosts=hosts, echo=echo)
         computing = asyncio.create_task(service.queue.run())
         echo(backend.facts["note"])
         echo(f"{service.name}: http://{_shown(listening)}")

@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from budgetformer.errors import BudgetFormerError, ModelFolderError, UsageError
-from budgetformer.ports.server.worker import LENGTHS, Arrays, pack, unpack
+from budgetformer.ports.server.worker import HEAD, Arrays, Frame, pack, size_of, unpack
 
 START_S = 120.0  # a large model on a slow disk
 LONGEST_PAUSE_S = 5.0  # between attempts to start an engine that does not come up
@@ -49,6 +49,35 @@ class Backend(Protocol):
         ...
 
 
+class _Pipes(asyncio.SubprocessProtocol):
+    """What comes out of a process: whole frames, handed to `take` as they come; `end` is called when no more can come.
+
+    closed: that has been. exited: the process is gone, and was waited for.
+    """
+
+    def __init__(self, take: Callable[[Frame], None], end: Callable[[], None]) -> None:
+        self.closed, self.exited = asyncio.Event(), asyncio.Event()
+        self._take, self._end, self._held = take, end, b""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Mostly a frame at a time, which then is copied no more than it has to be."""
+        held = self._held + data if self._held else data
+        while len(held) >= HEAD.size and len(held) >= (end := HEAD.size + size_of(held[: HEAD.size])):
+            self._take(unpack(held[: HEAD.size], held[HEAD.size : end]))
+            held = held[end:]
+        self._held = held
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Its output ends with it; its input may end before."""
+        if fd == 1 and not self.closed.is_set():
+            self.closed.set()
+            self._end()
+
+    def process_exited(self) -> None:
+        """No zombie is left."""
+        self.exited.set()
+
+
 class EngineProcess:
     """A `Backend` in a process of its own.
 
@@ -60,19 +89,16 @@ class EngineProcess:
         self.restarts = 0
         self._options, self._limit_s, self._echo = options, limit_s, echo
         self._up = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
-        self._reply: asyncio.Future[tuple[dict[str, Any], Arrays]] | None = None
+        self._process: asyncio.SubprocessTransport | None = None
+        self._pipes: _Pipes | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+        self._reply: asyncio.Future[Frame] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
         """Whether a batch would be computed at once."""
         return self._up.is_set()
-
-    @property
-    def pid(self) -> int | None:
-        """The process that computes; None while there is none."""
-        return self._process.pid if self._process is not None and self.ready else None
 
     async def start(self) -> None:
         """Load the model; `facts` are known then.
@@ -97,35 +123,40 @@ class EngineProcess:
 
     async def compute(self, arrays: Arrays, *, detail: bool) -> tuple[float, Arrays]:
         """As `Backend.compute`."""
-        process = self._process
-        if process is None or process.stdin is None or not self.ready:
+        if self._stdin is None or not self.ready:
             raise EngineLost("the engine's process ended")
-        self._reply = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._reply = loop.create_future()
+        limit = loop.call_later(self._limit_s, self._hung)
         try:
-            process.stdin.write(pack({"detail": detail}, arrays))
-            async with asyncio.timeout(self._limit_s):
-                table, found = await self._reply
-        except TimeoutError:
-            self._kill()
-            raise EngineLost(f"the engine did not answer in {self._limit_s:g} s") from None
+            self._stdin.write(pack(Frame(float(detail), arrays)))
+            answer = await self._reply
         finally:
+            limit.cancel()
             self._reply = None
-        if "error" in table:
-            raise EngineFailed(table["error"])
-        return table["seconds"], found
+        if answer.table is not None:
+            raise EngineFailed(answer.table["error"])
+        return answer.number, answer.arrays
 
     async def _spawn(self) -> None:
         # The key is for the other side of the house, and a path is not to be searched for modules.
         environment = {name: value for name, value in os.environ.items() if name != KEY}
         command = (sys.executable, "-P", "-m", "budgetformer.ports.server.worker", json.dumps(self._options))
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        loop, pipe = asyncio.get_running_loop(), asyncio.subprocess.PIPE
+        self._reply = loop.create_future()
         try:
+            self._process, self._pipes = await loop.subprocess_exec(
+                lambda: _Pipes(self._came, self._ended), *command, stdin=pipe, stdout=pipe, stderr=None, env=environment
+            )
+            self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
             async with asyncio.timeout(START_S):
-                table, _ = await self._read()
-        except (asyncio.IncompleteReadError, TimeoutError):
+                table = (await self._reply).table
+        except (EngineLost, TimeoutError):
             await self._end()
             raise BudgetFormerError("the engine's process ended before it was ready; is there enough memory?") from None
+        finally:
+            self._reply = None
+        assert table is not None
         if "error" in table:
             await self._end()
             kinds = {kind.exit_code: kind for kind in (UsageError, ModelFolderError)}
@@ -134,16 +165,10 @@ class EngineProcess:
         self._up.set()
 
     async def _watch(self) -> None:
-        """Hand out replies until the process ends; then start another, for as long as it takes."""
+        """Start another process whenever one has ended, for as long as it takes."""
         while True:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                while True:
-                    reply = await self._read()
-                    if self._reply is not None and not self._reply.done():
-                        self._reply.set_result(reply)
-            self._up.clear()
-            if self._reply is not None and not self._reply.done():
-                self._reply.set_exception(EngineLost("the engine's process ended"))
+            assert self._pipes is not None
+            await self._pipes.closed.wait()
             await self._end()
             self.restarts += 1
             self._echo("the engine's process ended and is started again")
@@ -156,22 +181,31 @@ class EngineProcess:
                     pause = min(2 * pause + 0.1, LONGEST_PAUSE_S)
                     self._echo(f"the engine does not start: {error}")
 
-    async def _read(self) -> tuple[dict[str, Any], Arrays]:
-        assert self._process is not None
-        source = self._process.stdout
-        assert source is not None
-        head, body = LENGTHS.unpack(await source.readexactly(LENGTHS.size))
-        return unpack(await source.readexactly(head), await source.readexactly(body))
+    def _came(self, frame: Frame) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(frame)
+
+    def _lost(self, reason: str) -> None:
+        self._up.clear()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(EngineLost(reason))
+
+    def _ended(self) -> None:
+        self._lost("the engine's process ended")
+
+    def _hung(self) -> None:
+        self._lost(f"the engine did not answer in {self._limit_s:g} s")
+        self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self._process.get_returncode() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def _end(self) -> None:
         self._up.clear()
         self._kill()
-        if self._process is not None:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-            await self._process.wait()
+        if self._process is not None and self._pipes is not None:
+            await self._pipes.exited.wait()
+            self._process.close()
+            await self._pipes.closed.wait()

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from budgetformer.engine.packed import Packed
 from budgetformer.ports.server.policy import Policy
 from budgetformer.ports.server.process import Backend, EngineFailed, EngineLost
-from budgetformer.ports.server.worker import Arrays, tokens_of
+from budgetformer.ports.server.worker import Arrays, batch_of
 from budgetformer.tokens import Tokens
 
 
@@ -34,8 +33,8 @@ class Job:
     """The texts of one request.
 
     budget: the share asked for and, once the first text was taken, the one used; None is the model's own. rows: what
-    was answered for each text, arrays without the batch. queue_s: until the first text was taken. engine_s: of the
-    batches that held texts of it.
+    was answered for each text, arrays without the batch. waiting: texts that were not taken yet. left: those that were
+    not answered yet. queue_s: until the first text was taken. engine_s: of the batches that held texts of it.
     """
 
     tokens: list[Tokens]
@@ -45,6 +44,7 @@ class Job:
     rows: list[Arrays] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     taken: bool = False
+    waiting: int = 0
     left: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
@@ -113,7 +113,7 @@ class Queue:
         size = sum(map(len, tokens))
         self.check(size)
         job = Job(tokens, budget, detail, asyncio.get_running_loop().create_future(), [{} for _ in tokens])
-        job.left = len(tokens)
+        job.waiting = job.left = len(tokens)
         self._rows.extend(Row(job, place, one) for place, one in enumerate(tokens))
         self.waiting_tokens += size
         self._wake.set()
@@ -156,27 +156,29 @@ class Queue:
             if not job.taken:
                 job.taken, job.budget, job.queue_s = True, budget, now - job.arrived
             rows.append(self._rows.popleft())
+            job.waiting -= 1
             held += len(row.tokens)
         self.waiting_tokens -= held
         return rows
 
     async def _compute(self, rows: list[Row]) -> None:
         budgets = [row.job.budget for row in rows]
-        packed = Packed.of([row.tokens for row in rows])
-        arrays = tokens_of(packed, None if budgets[0] is None else [budget or 0.0 for budget in budgets])
+        named = None if budgets[0] is None else [budget or 0.0 for budget in budgets]
+        arrays = batch_of([row.tokens for row in rows], named)
         began = time.perf_counter()
         try:
             seconds, found = await self._backend.compute(arrays, detail=rows[0].job.detail)
         except (EngineLost, EngineFailed) as error:
             self._try_again(rows, error)
             return
-        took, size = time.perf_counter() - began, len(packed.ids)
+        took, size = time.perf_counter() - began, len(arrays["ids"])
         self._pace = took / size if not self._pace else 0.8 * self._pace + 0.2 * took / size
         self._observe(size, seconds, found["share"])
         for job in dict.fromkeys(row.job for row in rows):
             job.engine_s += seconds
+        sound = np.all(np.isfinite(found["logits"]), axis=1)
         for number, row in enumerate(rows):
-            if np.isfinite(found["logits"][number]).all():
+            if sound[number]:
                 _hand_out(row, {name: array[number] for name, array in found.items()})
             else:
                 self._give_up(row.job, EngineFailed("the answer is not a finite number"))
@@ -191,6 +193,7 @@ class Queue:
             else:
                 row.again = True
                 self._rows.appendleft(row)
+                row.job.waiting += 1
                 self.waiting_tokens += len(row.tokens)
 
     def _give_up(self, job: Job, error: Exception) -> None:

@@ -56,9 +56,9 @@ class Answered:
         return np.stack([row["logits"] for row in self.job.rows])
 
     @property
-    def shares(self) -> np.ndarray:
-        """The share of what has a budget that ran for each text: (text,)."""
-        return np.array([float(row["share"]) for row in self.job.rows])
+    def shares(self) -> list[float]:
+        """The share of what has a budget that ran for each text."""
+        return [float(row["share"]) for row in self.job.rows]
 
     @property
     def tokens(self) -> int:
@@ -178,11 +178,14 @@ class Service:
             job = self.queue.put(tokens, budget=budget, detail=detail)
         except Full as full:
             raise _overloaded(full.retry_s) from None
-        watching = asyncio.ensure_future(_when(gone, job))
+        watching = None
         try:
+            await asyncio.sleep(0)  # the queue's turn: what it takes at once will be computed, whoever hangs up
+            if job.waiting:
+                watching = asyncio.ensure_future(_when(gone, job))
             await job.future
         except asyncio.CancelledError:
-            if watching.done():
+            if watching is not None and watching.done():
                 raise HungUp from None
             raise
         except EngineLost as error:
@@ -190,7 +193,8 @@ class Service:
         except EngineFailed as error:
             raise Refused(424, "Backend", f"the model failed ({error})") from None
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             if job.left:
                 self.queue.drop(job)
         return job
