@@ -98,12 +98,16 @@ def brief(scored):
 
 
 def difficulty(model, test, hard):
-    """Do inputs that the dense twin finds hard, by its loss, get more? Rank correlation, and shares by tenths of it."""
+    """Do inputs that the dense twin finds hard, by its loss, get more? Rank correlation, and shares by tenths of it.
+
+    Shares are rounded for it: below a hundredth they differ by length alone, and would rank inputs that got the same.
+    """
     ran, every = work(predict(model.eval(), test), model.config).units(model.config.budget_config)
     share = (ran / every).numpy()
+    ranked = share.round(2)
     tenths = np.array_split(share[np.argsort(hard.numpy(), kind="stable")], 10)
     return {
-        "loss_rank_correlation": float(spearmanr(share, hard.numpy()).statistic),
+        "loss_rank_correlation": float(spearmanr(ranked, hard.numpy()).statistic) if np.ptp(ranked) > 0 else 0.0,
         "share_by_tenth_of_loss": [round(float(part.mean()), 4) for part in tenths],
     }
 
