@@ -34,8 +34,11 @@ from budgetformer.settings import locate_model
 from budgetformer.text import encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import block_cost, fix_order, most_important, start_from, unit_importance
+from budgetformer.training.importance import block_cost, most_important, start_routers, unit_importance
 from budgetformer.training.settling import settle, settle_cascade
+
+# Of a model's scores: tables of every class, and what depends on the machine.
+LEFT_OUT = ("heads_by_class", "blocks_by_class", "classes", "confusion", "seconds_per_1000", "peak_memory_mb")
 
 
 class FixedUnits(BudgetFormerForSequenceClassification):
@@ -234,7 +237,7 @@ def main():
 
     def measure(name, model, seconds):
         scored = evaluate(model, test, details=name.startswith("budgeted"))
-        scored = {k: v for k, v in scored.items() if k not in ("heads_by_class", "seconds_per_1000", "peak_memory_mb")}
+        scored = {k: v for k, v in scored.items() if k not in LEFT_OUT}
         if name.startswith("budgeted"):
             scored |= difficulty(model, test, hard)
         scored["cascade"] = model.config.budget_config.cascade
@@ -285,10 +288,7 @@ def main():
             dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
         )
         cost = block_cost(budgeted, train)
-        if budgeted.config.budget_config.relevance == "fixed":
-            fix_order(budgeted, ranked, ranked_blocks, cost)
-        elif budgeted.config.budget_config.prior > 0:
-            start_from(budgeted, ranked, budgeted.config.budget_config.prior, ranked_blocks)
+        start_routers(budgeted, ranked, ranked_blocks, train)
         run(f"budgeted@{target}", budgeted, told)
         reached = result["models"][f"budgeted@{target}"]
         if target in static_at:

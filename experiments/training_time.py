@@ -29,7 +29,7 @@ from budgetformer.settings import locate_model
 from budgetformer.text import collator, encode
 from budgetformer.training.fit import FitOptions, optimizer
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import block_cost, fix_order, start_from, unit_importance
+from budgetformer.training.importance import start_routers, unit_importance
 from budgetformer.training.settling import settle
 from budgetformer.training.trainer import LengthGrouped
 
@@ -118,11 +118,7 @@ def main():
         model.load_state_dict({k: v for k, v in source.state_dict().items() if ".router." not in k}, strict=False)
         if budget.routes:
             (heads, blocks), seconds = timed(unit_importance, source, train, blocks=budget.blocks)
-            blocks = blocks if budget.blocks > 1 else None
-            if budget.relevance == "fixed":
-                fix_order(model, heads, blocks, block_cost(model, train))
-            else:
-                start_from(model, heads, budget.prior, blocks)
+            start_routers(model, heads, blocks, train)
             before += teacher + seconds
         runs[name], beside[name] = Run(model, args.steps, args.bf16, budget), {"before": before}
 

@@ -466,26 +466,32 @@ def test_what_takes_too_long_is_answered_503_and_not_computed(engine):
     assert not batches
 
 
+def leaving(gone):
+    """A request for all texts, as a server sees it, whose client hangs up when `gone` is set: scope and receive."""
+    messages = iter([{"type": "http.request", "body": json.dumps({"inputs": TEXTS}).encode()}])
+
+    async def receive():
+        message = next(messages, None)
+        if message is None:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        return message
+
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}, receive
+
+
 def test_texts_of_a_client_that_hung_up_are_never_computed(engine):
     async def scenario():
         async with serving(engine) as (client, service, backend):
             app = client._transport.app
             backend.ready = False
-            body, gone, sent = json.dumps({"inputs": TEXTS}).encode(), asyncio.Event(), []
-            messages = iter([{"type": "http.request", "body": body}])
-
-            async def receive():
-                message = next(messages, None)
-                if message is None:
-                    await gone.wait()
-                    return {"type": "http.disconnect"}
-                return message
+            gone, sent = asyncio.Event(), []
+            scope, receive = leaving(gone)
 
             async def send(message):
                 sent.append(message["type"] == "http.response.start" and message["status"])
 
-            headers = [(b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
             hung_up = asyncio.create_task(app(scope, receive, send))
             await asyncio.sleep(0.02)
             stayed = asyncio.create_task(client.post("/predict", json={"inputs": "cash"}))
@@ -507,20 +513,11 @@ def test_what_is_left_of_a_request_is_not_computed_when_its_client_hangs_up(engi
         async with serving(engine, batch_tokens=1) as (client, service, backend):
             backend.open.clear()
             gone, statuses = asyncio.Event(), []
-            messages = iter([{"type": "http.request", "body": json.dumps({"inputs": TEXTS}).encode()}])
-
-            async def receive():
-                message = next(messages, None)
-                if message is None:
-                    await gone.wait()
-                    return {"type": "http.disconnect"}
-                return message
+            scope, receive = leaving(gone)
 
             async def send(message):
                 statuses.append(message.get("status"))
 
-            headers = [(b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
             request = asyncio.create_task(client._transport.app(scope, receive, send))
             while not backend.batches:
                 await asyncio.sleep(0.001)

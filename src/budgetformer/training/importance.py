@@ -56,6 +56,19 @@ def start_from(model: Any, importance: Tensor, scale: float, blocks: Tensor | No
             layer.feed_forward.router.scorer.bias.copy_(scale * _scores(found))
 
 
+def start_routers(model: Any, heads: Tensor, blocks: Tensor | None, encoded: Encoded) -> None:
+    """Give routers the start that the model's budget names: a fixed order, the twin's importance as a prior, or none.
+
+    heads, blocks: as `unit_importance` found them. encoded: the texts to train on, for their length.
+    """
+    budget = model.config.budget_config
+    blocks = blocks if budget.blocks > 1 else None
+    if budget.relevance == "fixed":
+        fix_order(model, heads, blocks, block_cost(model, encoded))
+    elif budget.prior > 0:
+        start_from(model, heads, budget.prior, blocks)
+
+
 def most_important(
     heads: Tensor, blocks: Tensor | None, share: float, block_cost: float
 ) -> tuple[Tensor, Tensor | None]:

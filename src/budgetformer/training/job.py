@@ -27,7 +27,7 @@ from budgetformer.text import Encoded
 from budgetformer.training import sources
 from budgetformer.training.fit import FitOptions, FitResult, fit, silent
 from budgetformer.training.grouping import group_neurons
-from budgetformer.training.importance import block_cost, fix_order, start_from, unit_importance
+from budgetformer.training.importance import start_routers, unit_importance
 from budgetformer.training.settling import hold_out, settle, settle_cascade
 from budgetformer.training.trainer import without_bar
 
@@ -227,13 +227,9 @@ def fit_budgeted(
         with torch.no_grad():
             told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
     budgeted = budgeted_from(dense, budget, settings)
-    if budget.prior > 0 or budget.relevance == "fixed":
+    if budget.prior > 0:
         heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
-        blocks = blocks if budget.blocks > 1 else None
-        if budget.relevance == "fixed":
-            fix_order(budgeted, heads, blocks, block_cost(budgeted, train_rows))
-        else:
-            start_from(budgeted, heads, budget.prior, blocks)
+        start_routers(budgeted, heads, blocks, train_rows)
     # A fixed order is cheap to train, computes only what is on from the first step, and takes long to recover.
     more = 2 if budget.relevance == "fixed" else 1
     options = _options(
