@@ -128,9 +128,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=3, help="of the dense model, and again of everybody after it")
     parser.add_argument("--recovery-epochs", type=int, help="of everybody after the dense model, in place of --epochs")
+    parser.add_argument("--recovery-batch", type=int, default=32, help="their texts per step")
     parser.add_argument("--recovery-rate", type=float, help="their learning rate, in place of --learning-rate")
     parser.add_argument("--targets", default="0.5,0.25,0.1")
-    parser.add_argument("--also", default="", help="budgets to which the second answers of each target are set too")
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--threads", type=int, default=1)
@@ -147,7 +147,7 @@ def main():
     parser.add_argument("--dense", help="folder to keep or take the dense model")
     parser.add_argument("--keep", help="folder to keep every model in, to be timed (benchmarks/frontier.py)")
     parser.add_argument("--grouping", default="coactivation", help="of neurons into blocks, where blocks have a budget")
-    parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig to change")
+    parser.add_argument("--budget", default="{}", help="JSON: fields of BudgetConfig; levels in targets")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -192,6 +192,7 @@ def main():
         return FitOptions(
             output_dir=tempfile.mkdtemp(),
             epochs=args.epochs if first else args.recovery_epochs or args.epochs,
+            batch_size=32 if first else args.recovery_batch,
             learning_rate=args.learning_rate if first else args.recovery_rate or args.learning_rate,
             seed=args.seed,
             bf16=args.bf16,
@@ -220,19 +221,12 @@ def main():
         seconds = time.time() - start
         if name.startswith("budgeted"):
             settle(model, data)
-        if model.config.budget_config.first < 1:
+        if model.config.budget_config.may_answer_twice:
             for budget in (None, 1.0, *model.config.budget_config.levels):
-                label = {None: "first", 1.0: "whole"}.get(budget, budget)
+                label = {None: "routed", 1.0: "whole"}.get(budget, budget)
                 result["models"][f"{name}:{label}"] = brief(evaluate(model, test, budget=budget, details=False))
             settle_cascade(model, held)
         measure(name, model, seconds)
-        for budget in map(float, filter(None, args.also.split(","))):
-            if name.startswith("budgeted") and model.config.budget_config.whole > 0:
-                # The same model with more second answers.
-                target = model.config.budget_config.first_target
-                model.config.budget = {**model.config.budget, "target": budget, "first": target / budget}
-                settle_cascade(model, held)
-                measure(f"{name}:also@{budget}", model, 0.0)
         return model
 
     def measure(name, model, seconds):
@@ -269,8 +263,8 @@ def main():
     )
     told = train.with_column("teacher_logits", taught.logits)
     distil = {"distillation": args.distillation}
-    asked = (args.static, args.random, args.static_twice)
-    static_at, random_at, twice_at = ([float(t) for t in given.split(",") if t] for given in asked)
+    rivals = (args.static, args.random, args.static_twice)
+    static_at, random_at, twice_at = ([float(t) for t in given.split(",") if t] for given in rivals)
     if args.control:
         control = variant(dense, BudgetFormerForSequenceClassification, **distil)
         freeze_routers(control)
@@ -278,15 +272,16 @@ def main():
     for layers in (int(n) for n in args.students.split(",") if n):
         run(f"student{layers}", student(dense, layers, **distil), told)
     changes = json.loads(args.budget)
+    shares = changes.pop("levels", ())
     blocks = BudgetConfig(**changes).blocks
     if blocks > 1:
         group_neurons(dense, blocks, args.grouping, train, seed=args.seed)
     ranked, ranked_blocks = unit_importance(dense, train, blocks=blocks, seed=args.seed)
     ranked_blocks = ranked_blocks if blocks > 1 else None
     for target in map(float, args.targets.split(",")):
-        budgeted = variant(
-            dense, BudgetFormerForSequenceClassification, BudgetConfig(target=target, **changes), **distil
-        )
+        levels = [level for level in (round(share * target, 4) for share in shares) if level < 1]
+        asked = BudgetConfig(target=target, levels=levels, **changes)
+        budgeted = variant(dense, BudgetFormerForSequenceClassification, asked, **distil)
         cost = block_cost(budgeted, train)
         start_routers(budgeted, ranked, ranked_blocks, train)
         run(f"budgeted@{target}", budgeted, told)

@@ -1,8 +1,6 @@
 """Means over seeds and data sets of what `compare.py` wrote, as a Markdown table, as JSON, and as a picture.
 
-    python experiments/summarise.py experiments/results
-
-A model whose second answers were set to another budget too (`--also`) counts as the budgeted model of that budget.
+python experiments/summarise.py experiments/results
 """
 
 import argparse
@@ -47,9 +45,6 @@ def main():
     runs = defaultdict(list)
     for path in sorted(folder.glob("*-[0-9].json")):
         run = json.loads(path.read_text())
-        for name, model in list(run["models"].items()):
-            if ":also@" in name:
-                run["models"].setdefault(f"budgeted@{name.rpartition('@')[2]}", model)
         runs[run["data"]].append(run)
     names = list(dict.fromkeys(name for group in runs.values() for run in group for name in run["models"]))
     # What the budget is of: with blocks of the feed-forward layers the units' FLOPs, with heads alone attention's.

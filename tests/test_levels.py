@@ -254,6 +254,25 @@ def test_what_answers_better_on_held_out_texts_is_kept(better):
         assert 0.1 < again.float().mean() < 0.5
 
 
+@pytest.mark.parametrize("better", ["level", "twice"])
+def test_a_model_trained_at_its_target_may_get_cheaper_first_answers(better):
+    model, *_ = fixed_model(first=1.0, **LEVELS)
+    texts = texts_of(LENGTHS * 4)
+    cheap, level, whole = (metrics.predict(model.eval(), texts, budget=b) for b in (0.3, None, 1.0))
+    ran, every = metrics.work(cheap, model.config).units(model.config.budget_config)
+    rank = margins(cheap.logits, multi_label=False).argsort().argsort()
+    again = rank < int((0.6 * every.sum() - ran.sum()) / every.mean())
+    twice = torch.where(again[:, None], whole.logits, cheap.logits)
+    wanted = {"level": level.logits, "twice": twice}[better].argmax(-1).tolist()
+    held = Encoded([{**item, "labels": label} for item, label in zip(texts.items, wanted, strict=True)])
+    settle_cascade(model, held)
+    assert model.config.budget_config.first == pytest.approx(1.0 if better == "level" else 0.5)
+    answers = metrics.predict(model, held)
+    assert metrics.costs(answers, model.config)["units_flops_share"] == pytest.approx(0.6, abs=0.05)
+    answered_once = flops.again(answers.gates) == 0
+    assert torch.equal(answers.gates[answered_once], (level if better == "level" else cheap).gates[answered_once])
+
+
 def test_without_labels_first_answers_spend_what_they_were_told():
     model, *_ = fixed_model(**LEVELS)
     held = held_with(model, "level")
@@ -270,18 +289,26 @@ def settings_of(**named):
 
 def test_blocks_are_trained_in_a_fixed_order_with_second_answers_unless_told_otherwise():
     both = job.budget_of(settings_of(scope="heads+blocks", target_budget=0.25))
-    assert (both.relevance, both.first, both.whole, both.levels) == ("fixed", 0.6, 0.2, (0.25, 0.5))
-    assert job.budget_of(settings_of(scope="heads+blocks", target_budget=0.6)).levels == (0.6,)
+    assert (both.relevance, both.first, both.whole, both.levels) == ("fixed", 1.0, 0.13, (0.15, 0.5))
+    assert both.may_answer_twice
+    assert job.budget_of(settings_of(scope="heads+blocks", target_budget=0.6)).levels == (0.36,)
     heads = job.budget_of(settings_of(target_budget=0.25))
     assert (heads.relevance, heads.first, heads.whole, heads.levels) == ("learned", 1.0, 0.0, ())
-    told = {"scope": "heads+blocks", "relevance": "learned", "first_share": 1.0, "target_budget": 0.25}
+    assert not heads.may_answer_twice
+    told = {"scope": "heads+blocks", "relevance": "learned", "target_budget": 0.25}
+    twice = job.budget_of(settings_of(**told))
+    assert (twice.relevance, twice.first, twice.whole, twice.levels) == ("learned", 0.6, 0.2, ())
+    assert twice.may_answer_twice
+    told["first_share"] = 1.0
     alone = job.budget_of(settings_of(**told))
     assert (alone.relevance, alone.first, alone.whole, alone.levels) == ("learned", 1.0, 0.0, ())
+    assert not alone.may_answer_twice
     named = job.budget_of(settings_of(**told, levels="0.1,0.7", whole_share=0.3))
     assert (named.whole, named.levels) == (0.3, (0.1, 0.7))
     dense = job.budget_of(settings_of(scope="heads+blocks", target_budget=1.0))
     assert not dense.routes
     assert dense.first == 1.0
+    assert not dense.may_answer_twice
 
 
 @pytest.mark.parametrize("wrong", ["0.5;0.2", "1", "0,0.5", "half", ""])
@@ -312,8 +339,9 @@ def test_a_fixed_order_recovers_for_longer(monkeypatch, tmp_path, named, epochs,
     assert seen == [(relevance, epochs, pytest.approx(rate))]
 
 
-def test_a_fixed_order_is_trained_settled_and_kept(tmp_path):
-    options = {"epochs": 1, "bf16": "off", "quiet": True}
+@pytest.mark.parametrize("first_share", [0.6, None])
+def test_a_fixed_order_is_trained_settled_and_kept(tmp_path, first_share):
+    options = {"epochs": 1, "bf16": "off", "quiet": True, "first_share": first_share}
     asked = settings_of(scope="heads+blocks", target_budget=0.6, ffn_blocks=BLOCKS, **options)
     budget = job.budget_of(asked)
     dense = model_of()
@@ -324,7 +352,9 @@ def test_a_fixed_order_is_trained_settled_and_kept(tmp_path):
     )
     answers = metrics.predict(made.eval(), texts)
     once = answers.gates[flops.again(answers.gates) == 0]
-    assert 0 < len(once) < len(texts)
+    # Without labels to say what pays, first answers spend what they were told: all of it, where nothing was said.
+    assert 0 < len(once) <= len(texts)
+    assert (len(once) < len(texts)) == (first_share is not None)
     assert torch.equal(once, once[:1].expand_as(once))
     first = made.config.budget_config.first_target
     made.config.budget = {**made.config.budget, "cascade": 0.0}

@@ -115,6 +115,12 @@ class BudgetConfig:
         return self.target * self.first
 
     @property
+    def may_answer_twice(self) -> bool:
+        """Second answers are settled when training ends: where asked for, or where a fixed order was trained whole."""
+        trained = self.relevance == "fixed" and self.scope == "heads+blocks" and self.whole > 0
+        return self.first < 1.0 or (self.routes and trained)
+
+    @property
     def blocks(self) -> int:
         """Blocks of each feed-forward layer that have a budget; 1 where the layer is one piece."""
         return self.ffn_blocks if self.scope == "heads+blocks" else 1

@@ -69,7 +69,7 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         ffn_blocks=24,
         relevance=None,
         first_share=None,
-        whole_share=0.2,
+        whole_share=None,
         levels=None,
         max_length=128,
         pooling="mean",
@@ -212,7 +212,7 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         if weights is not None:
             encoded = encoded.with_column("sample_weight", (weights[kept] / weights[kept].mean()).tolist())
         held = None
-        if budget.first < 1:
+        if budget.may_answer_twice:
             encoded, held = hold_out(encoded, settings.seed)
         options: dict[str, Any] = {"folder": folder, "echo": echo, "keep_checkpoints": False}
         job.fit_dense(model, encoded, None, settings, **options)

@@ -186,15 +186,17 @@ class TrainSettings(Checked):
     first_share: float | None = in_budget(
         optional(SHARE),
         "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
-        "unsure [default: 0.6 with heads+blocks, else 1]",
+        "unsure [default: settled after training where the order is fixed; 0.6 with other blocks, else 1]",
     )
-    whole_share: float = in_budget(
-        number(0, 1, below=True), "share of the steps that train every unit, when there are second answers", default=0.2
+    whole_share: float | None = in_budget(
+        optional(number(0, 1, below=True)),
+        "share of the steps that train every unit, when there are second answers "
+        "[default: 0.13 where the order is fixed, else 0.2]",
     )
     levels: str | None = in_budget(
         optional(list_of_shares()),
-        "budgets that as many steps train each [default: the target and its double, where the order is fixed]",
-        example="0.25,0.5",
+        "budgets that as many steps train each [default: 0.6 of the target and its double, where the order is fixed]",
+        example="0.15,0.5",
     )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")
     router_learning_rate: float = in_budget(POSITIVE, "learning rate of the routers", default=1e-3)

@@ -33,7 +33,8 @@ from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
-FIRST_SHARE = 0.6  # of the target
+WHOLE_SHARE = {"fixed": 0.13, "learned": 0.2}  # of the steps; each level has as many
+FIRST_SHARE = 0.6  # of the target: what cheap first answers spend
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
 INPUTS = ("data", "train_file", "validation_file", "test_file", "model", "dense", "class_weights")
 
@@ -71,7 +72,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
                 "and are cut"
             )
     held = validation
-    if budget.first < 1 and validation is None:
+    if budget.may_answer_twice and validation is None:
         train_rows, held = hold_out(train_rows, settings.seed)
         echo(f"{len(held)} training texts are kept for the margin of second answers; no model is trained on them")
     model.config.class_weights = sources.class_weights(settings, train_rows, splits.labels)
@@ -130,14 +131,16 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
     """The budget that the settings ask for.
 
     Where blocks have a budget too the defaults are those that kept most of the accuracy: one order of units for all
-    texts, second answers, and training at more budgets than the learned one.
+    texts, trained most at the target and a little above and below it, and second answers where they pay.
     """
     blocks, target = settings.scope == "heads+blocks", settings.target_budget
     relevance = settings.relevance or ("fixed" if blocks else "learned")
-    first = settings.first_share or (FIRST_SHARE if blocks and target < 1 else 1.0)
+    fixed = relevance == "fixed"
+    first = settings.first_share or (FIRST_SHARE if blocks and not fixed and target < 1 else 1.0)
     levels = listed(settings.levels) if settings.levels else None
     if levels is None:
-        levels = tuple(level for level in (target, 2 * target) if level < 1) if relevance == "fixed" else ()
+        levels = tuple(round(level, 4) for level in (FIRST_SHARE * target, 2 * target) if level < 1) if fixed else ()
+    whole = settings.whole_share if settings.whole_share is not None else WHOLE_SHARE[relevance]
     return BudgetConfig(
         target=target,
         estimator=settings.estimator,
@@ -145,7 +148,7 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
         ffn_blocks=settings.ffn_blocks,
         relevance=relevance,
         first=first,
-        whole=settings.whole_share if first < 1 or levels else 0.0,
+        whole=whole if first < 1 or levels else 0.0,
         levels=levels,
     )
 
@@ -242,7 +245,7 @@ def fit_budgeted(
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":
         settle(budgeted, train_rows)
-    if held is not None and budget.first < 1:
+    if held is not None and budget.may_answer_twice:
         settle_cascade(budgeted, held)
     return budgeted, fitted
 

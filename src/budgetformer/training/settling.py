@@ -71,7 +71,7 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
     labels = [item["labels"] for item in encoded.items if "labels" in item]
     firsts: list[float | None] = [None]
     if budget.relevance == "fixed" and len(labels) == len(encoded):
-        firsts += [level for level in budget.levels if budget.first_target < level <= budget.target]
+        firsts += [level for level in budget.levels if level <= budget.target and level != budget.first_target]
     whole = predict(model.eval(), encoded, budget=1.0).logits if len(firsts) > 1 else None
     ways = []
     for first in firsts:
