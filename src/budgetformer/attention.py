@@ -20,7 +20,7 @@ from budgetformer.config import BudgetConfig
 from budgetformer.errors import UsageError
 from budgetformer.router import Router, Routing, allocate, forced
 from budgetformer.schedule import Exploration, Schedule
-from budgetformer.skipping import by_unit, joined, lowered, may_skip, plan
+from budgetformer.skipping import by_unit, lowered, may_skip, of_units, plan
 
 # What is projected, the weight, and the bias where there is one.
 Product = tuple[Tensor, ...]
@@ -329,28 +329,29 @@ class BudgetedMultiheadAttention(nn.MultiheadAttention):
         if len(todo.common) == H:
             return self._masked(products, mask, gates, need_weights)
         gates = gates * (gates != 0)
-        low = [lowered(*product) for product in products]
-        shape = (3 // len(low), H, -1)
-        own = [[t.unflatten(0, shape).unbind(1) for t in weights] for _, *weights in low]  # head by head
-        (out,) = lowered(self.out_proj.weight)
-        out = out.unflatten(1, (H, -1)).unbind(1)
-        query, bias, found = low[0][0], mask.additive(low[0][0].dtype), []
+        parts = 3 // len(products)
+        inputs = [lowered(x)[0] for x, *_ in products]
+        query, bias, found = inputs[0], mask.additive(inputs[0].dtype), []
         start = self.out_proj.weight.new_zeros(()) if self.out_proj.bias is None else self.out_proj.bias
         output = start.expand(*query.shape[:2], self.embed_dim)
         if todo.common:
-            some = [[joined(parts, todo.common, 1).flatten(0, 1) for parts in weights] for weights in own]
-            q, k, v = self._split([F.linear(x, *weights) for (x, *_), weights in zip(low, some, strict=True)])
+            some = [[of_units(t, todo.common, H, parts=parts) for t in weights] for _, *weights in products]
+            q, k, v = self._split([F.linear(x, *lowered(*own)) for x, own in zip(inputs, some, strict=True)])
             hidden = bias[:, todo.common] if bias is not None and bias.shape[1] > 1 else bias
             context, weights = self._attention(q, k, v, hidden, gates[:, todo.common], need_weights, todo.common)
-            output = output + F.linear(context.transpose(1, 2).flatten(2), joined(out, todo.common, 1))
+            (out,) = lowered(of_units(self.out_proj.weight, todo.common, H, 1))
+            output = output + F.linear(context.transpose(1, 2).flatten(2), out)
             found.append(((slice(None), todo.common), weights))
         if todo.in_pairs:
             row, unit = todo.row, todo.unit
-            some = [[[part.flatten(0, 1) for part in parts] for parts in weights] for weights in own]
+            shape = (parts, H, -1)
+            own = [[t.unflatten(0, shape).unbind(1) for t in lowered(*weights)] for _, *weights in products]
+            some = [[[part.flatten(0, 1) for part in one] for one in weights] for weights in own]  # head by head
             projected = [
-                by_unit(x.index_select(0, row), todo.counts, *weights)
-                for (x, *_), weights in zip(low, some, strict=True)
+                by_unit(x.index_select(0, row), todo.counts, *weights) for x, weights in zip(inputs, some, strict=True)
             ]
+            (out,) = lowered(self.out_proj.weight)
+            out = out.unflatten(1, (H, -1)).unbind(1)
             q, k, v = (t.transpose(0, 1) for t in self._split(projected))  # as if the pairs were one input's heads
             hidden = None if bias is None else bias.expand(N, H, -1, -1)[row, unit][None]
             context, weights = self._attention(q, k, v, hidden, gates[row, unit][None], need_weights, unit)

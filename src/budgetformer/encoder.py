@@ -14,7 +14,7 @@ from budgetformer.config import BudgetConfig, EncoderConfig
 from budgetformer.errors import UsageError
 from budgetformer.router import Router, Routing, allocate, forced, pool, shares_of
 from budgetformer.schedule import Exploration, Schedule
-from budgetformer.skipping import by_unit, joined, lowered, may_skip, plan
+from budgetformer.skipping import by_unit, lowered, may_skip, of_units, plan
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -137,14 +137,16 @@ class FeedForward(nn.Module):
         blocks, todo = gates.shape[1], plan(gates)
         if len(todo.common) == blocks:
             return self.down(self._gated(self.up(x), gates))
-        low, *weights = lowered(x, self.up.weight, self.up.bias, self.down.weight)
-        up, bias, down = (t.unflatten(d, (blocks, -1)).unbind(d) for t, d in zip(weights, (0, 0, 1), strict=True))
+        (low,) = lowered(x)
+        weights = [(self.up.weight, 0), (self.up.bias, 0), (self.down.weight, 1)]
         gates = gates * (gates != 0)
         output = self.down.bias.expand(*x.shape[:2], -1)
         if todo.common:
-            inner = F.linear(low, joined(up, todo.common), joined(bias, todo.common))
-            output = output + F.linear(self._gated(inner, gates[:, todo.common]), joined(down, todo.common, 1))
+            up, bias, down = lowered(*(of_units(t, todo.common, blocks, dim) for t, dim in weights))
+            output = output + F.linear(self._gated(F.linear(low, up, bias), gates[:, todo.common]), down)
         if todo.in_pairs:
+            whole = zip(lowered(*(t for t, _ in weights)), weights, strict=True)
+            up, bias, down = (t.unflatten(dim, (blocks, -1)).unbind(dim) for t, (_, dim) in whole)
             inner = self.activation(by_unit(low.index_select(0, todo.row), todo.counts, up, bias))
             inner = inner * gates[todo.row, todo.unit][:, None, None].to(inner.dtype)
             output = output.index_add(0, todo.row, by_unit(inner, todo.counts, down).to(output.dtype))

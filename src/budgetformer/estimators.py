@@ -97,7 +97,8 @@ def soft_topk(scores, wanted, *, explore: Exploration, training: bool, min_units
     """Default: hard top-k forward, the soft top-k of real k backward, so the task teaches how many and which."""
     z = _noisy(scores, explore, training)
     chosen = top_units(z, whole(wanted, explore, training, min_units, scores.shape[-1]))
-    if not torch.is_grad_enabled():  # the soft gates are there for their gradient alone
+    learning = torch.is_grad_enabled() and (z.requires_grad or wanted.requires_grad)
+    if not learning:  # the soft gates are there for their gradient alone
         return straight_through(chosen, chosen.to(scores.dtype))
     return straight_through(chosen, soft_top_k(z, wanted, explore.tau))
 

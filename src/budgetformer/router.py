@@ -81,7 +81,10 @@ class Router(nn.Module):
         """Route a batch. `count` names the number of units per input; None lets the budget controller decide."""
         # In full precision even under autocast: a rounded score would choose other heads in training than in use.
         with torch.autocast(x.device.type, enabled=False):
-            return self._route(pool(x.to(self.scorer.weight.dtype), keep, self.budget.view), explore, count)
+            pooled = pool(x.to(self.scorer.weight.dtype), keep, self.budget.view)
+            if self.budget.relevance == "fixed":  # nothing is learned of an order that stays
+                pooled = pooled.detach()
+            return self._route(pooled, explore, count)
 
     def _route(self, pooled: Tensor, explore: Exploration, count: Tensor | None) -> Routing:
         # k = m + s (H - m), not clamp(s H, m, H): a clamp has no gradient below m, so a layer there could never return.

@@ -58,9 +58,14 @@ def plan(gates: Float[Tensor, "batch units"]) -> Plan:
     return Plan(often.nonzero()[:, 0].tolist(), unit, row, torch.bincount(unit, minlength=on.shape[1]).tolist())
 
 
-def joined(parts: Sequence[Tensor], units: list[int], dim: int = 0) -> Tensor:
-    """Weights of some units, side by side; `parts` has those of all units one by one, cut along `dim`."""
-    return torch.cat([parts[unit] for unit in units], dim)
+def of_units(weight: Tensor, units: list[int], of: int, dim: int = 0, *, parts: int = 1) -> Tensor:
+    """The part of a weight that belongs to some of `of` units, side by side along `dim`.
+
+    parts: equal pieces that the dimension is made of, each with its own rows of every unit (queries, keys, values).
+    """
+    places = torch.tensor(units, device=weight.device)
+    own = weight.unflatten(dim, (parts, of, -1)).index_select(dim + 1, places)
+    return own.flatten(dim, dim + 2)
 
 
 def by_unit(
