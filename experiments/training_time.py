@@ -25,11 +25,12 @@ from budgetformer.config import BudgetConfig
 from budgetformer.convert import from_pretrained_encoder
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.metrics import predict
-from budgetformer.settings import locate_model
+from budgetformer.settings import TrainSettings, locate_model
 from budgetformer.text import collator, encode
 from budgetformer.training.fit import FitOptions, optimizer
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import start_routers, unit_importance
+from budgetformer.training.job import budget_of
 from budgetformer.training.settling import settle
 from budgetformer.training.trainer import LengthGrouped
 
@@ -94,30 +95,29 @@ def main():
     train = encode(AutoTokenizer.from_pretrained(encoder), texts, None, labels, max_length=args.max_length)
 
     dense = from_pretrained_encoder(encoder, labels=names)
-    told, teacher = timed(predict, dense, train)
+    low = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)  # as `job.fit_budgeted` asks the twin
+    told, teacher = timed(torch.no_grad()(low(predict)), dense, train)
     train = train.with_column("teacher_logits", told.logits)
     both = {"scope": "heads+blocks", "ffn_blocks": args.blocks}
-    levels = tuple(level for level in (args.target, 2 * args.target) if level < 1)
+    default = TrainSettings(data=args.data, output_dir="nothing is written", target_budget=args.target, **both)
     budgets = {
         "dense": BudgetConfig(),
         "heads": BudgetConfig(target=args.target),
         "heads+blocks, learned": BudgetConfig(target=args.target, **both),
-        "heads+blocks": BudgetConfig(
-            target=args.target, relevance="fixed", first=0.6, whole=0.2, levels=levels, **both
-        ),
+        "heads+blocks": budget_of(default),
     }
     runs, beside = {}, {}
     for name, budget in budgets.items():
         source = copy.deepcopy(dense)
         before = 0.0
         if budget.blocks > 1:
-            before += timed(group_neurons, source, budget.blocks, "coactivation", train)[1]
+            before += timed(low(group_neurons), source, budget.blocks, "coactivation", train)[1]
         settings = copy.deepcopy(source.config)
         settings.budget, settings.distillation = vars(budget).copy(), 0.0 if name == "dense" else 0.5
         model = BudgetFormerForSequenceClassification(settings)
         model.load_state_dict({k: v for k, v in source.state_dict().items() if ".router." not in k}, strict=False)
         if budget.routes:
-            (heads, blocks), seconds = timed(unit_importance, source, train, blocks=budget.blocks)
+            (heads, blocks), seconds = timed(low(unit_importance), source, train, blocks=budget.blocks)
             start_routers(model, heads, blocks, train)
             before += teacher + seconds
         runs[name], beside[name] = Run(model, args.steps, args.bf16, budget), {"before": before}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from budgetformer import flops, metrics
+from budgetformer import estimators, flops, metrics
 from budgetformer.config import BudgetConfig
 from budgetformer.engine import Engine
 from budgetformer.errors import UsageError
@@ -189,6 +189,20 @@ def test_training_leaves_the_order_alone_and_computes_no_more_than_it_asks_for()
     assert sum(isinstance(module, Router) for module in model.modules()) == 6
 
 
+def test_gates_of_a_fixed_order_have_no_soft_twin(monkeypatch):
+    fixed, *_ = fixed_model()
+    learned = stir(model_of(**{**FIXED, "relevance": "learned"}))
+    ids, keep = ids_and_keep(LENGTHS, 9)
+    asked = []
+    soft = estimators.soft_top_k
+    monkeypatch.setattr(estimators, "soft_top_k", lambda *given: asked.append(given) or soft(*given))
+    for model, times in ((fixed, 0), (learned, 6)):
+        asked.clear()
+        model.train()(ids, keep, labels=torch.arange(len(ids)) % 3).loss.backward()
+        assert len(asked) == times
+    assert any(p.grad is not None and bool(p.grad.any()) for p in fixed.parameters())
+
+
 def test_nothing_is_explored_where_the_order_is_fixed():
     fixed, learned = (BudgetConfig(target=0.5, relevance=which) for which in ("fixed", "learned"))
     for progress in (0.0, 0.3, 1.0):
@@ -337,6 +351,24 @@ def test_a_fixed_order_recovers_for_longer(monkeypatch, tmp_path, named, epochs,
     job.fit_budgeted(model_of(), job.budget_of(asked), texts_of(), None, asked, tmp_path, print)
     relevance = "fixed" if named and named.get("relevance") is None else "learned"
     assert seen == [(relevance, epochs, pytest.approx(rate))]
+
+
+@pytest.mark.parametrize("bf16", ["on", "off"])
+def test_the_twin_is_asked_in_the_numbers_of_the_training(monkeypatch, tmp_path, bf16):
+    seen = {}
+
+    def listen(name, call):
+        def heard(*args, **named):
+            seen[name] = torch.is_autocast_enabled("cpu")
+            return call(*args, **named)
+
+        return heard
+
+    for name in ("group_neurons", "unit_importance", "fit"):
+        monkeypatch.setattr(job, name, listen(name, getattr(job, name) if name != "fit" else lambda *a, **k: None))
+    asked = settings_of(scope="heads+blocks", target_budget=0.6, ffn_blocks=BLOCKS, bf16=bf16, quiet=True)
+    job.fit_budgeted(model_of(), job.budget_of(asked), texts_of(), None, asked, tmp_path, print)
+    assert seen == {"group_neurons": bf16 == "on", "unit_importance": bf16 == "on", "fit": False}
 
 
 @pytest.mark.parametrize("first_share", [0.6, None])

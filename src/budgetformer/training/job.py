@@ -223,16 +223,18 @@ def fit_budgeted(
 
     held: texts that nobody trained on, for the margin of second answers.
     """
-    if budget.blocks > 1:  # the twin's function stays: a sum has no order
-        group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
-    told = train_rows
-    if settings.distillation > 0:
-        with torch.no_grad():
-            told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
-    budgeted = budgeted_from(dense, budget, settings)
-    if budget.prior > 0:
-        heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
-        start_routers(budgeted, heads, blocks, train_rows)
+    told, device = train_rows, next(dense.parameters()).device.type
+    # The twin is asked in the numbers that the training is in: in full precision it would take as long as an epoch.
+    with torch.autocast(device, torch.bfloat16, enabled=uses_bf16(settings, device)):
+        if budget.blocks > 1:  # the twin's function stays: a sum has no order
+            group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
+        if settings.distillation > 0:
+            with torch.no_grad():
+                told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
+        budgeted = budgeted_from(dense, budget, settings)
+        if budget.prior > 0:
+            heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
+            start_routers(budgeted, heads, blocks, train_rows)
     # A fixed order is cheap to train, computes only what is on from the first step, and takes long to recover.
     more = 2 if budget.relevance == "fixed" else 1
     options = _options(
@@ -312,13 +314,18 @@ def _options(
         metric=settings.metric,
         patience=settings.patience,
         seed=settings.seed,
-        bf16=bf16_pays(device) if settings.bf16 == "auto" else settings.bf16 == "on",
+        bf16=uses_bf16(settings, device),
         num_workers=settings.num_workers,
         resume=resume,
         keep_checkpoints=keep_checkpoints,
         quiet=settings.quiet,
         device=device,
     )
+
+
+def uses_bf16(settings: TrainSettings, device: str) -> bool:
+    """Whether training runs under autocast: as told, or where it pays."""
+    return bf16_pays(device) if settings.bf16 == "auto" else settings.bf16 == "on"
 
 
 def bf16_pays(device: str) -> bool:
