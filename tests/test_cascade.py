@@ -118,6 +118,17 @@ def test_the_cost_is_that_of_both_answers(scope):
     assert torch.equal(after.total_dense, before.total_dense)
 
 
+def test_a_first_answer_without_heads_is_an_answer():
+    gates, blocks = torch.zeros(3, 2, 4), torch.zeros(3, 2, 5)
+    blocks[:, 0, 1] = 1  # the first answers ran one block and no head
+    gates[1:] += 1
+    blocks[1:] += 1
+    gates[2], blocks[2, 0, 1] = 1, 1  # answered once, with every unit
+    assert flops.again(gates, blocks).tolist() == [0, 1, 0]
+    assert flops.again(gates).tolist() == [0, 0, 0]
+    assert flops.again(gates.numpy(), blocks.numpy()).tolist() == [0, 1, 0]
+
+
 @pytest.mark.parametrize("path", [*NATIVE, "torch"])
 @pytest.mark.parametrize("scope", [{}, BLOCKS])
 def test_the_engine_answers_as_the_model_does(path, scope, tmp_path):

@@ -69,9 +69,12 @@ def router(config: EncoderConfig, budget: BudgetConfig) -> int:
     return sum(2 * (seen * budget.router_hidden + budget.router_hidden + seen * n) for n in units)
 
 
-def again(gates: Any) -> Any:
-    """Second answers, 0 or 1 for each input: some head ran twice. gates (batch, layer, head): how often each ran."""
-    return 1 * (gates > 1).any(-1).any(-1)
+def again(gates: Any, blocks: Any = None) -> Any:
+    """Second answers, 0 or 1 for each input: some unit ran twice. gates (batch, layer, head), blocks (batch, layer,
+    block): how often each ran. A first answer that ran nothing at all leaves no trace, and is not counted.
+    """
+    twice = (gates > 1).any(-1).any(-1)
+    return 1 * (twice if blocks is None else twice | (blocks > 1).any(-1).any(-1))
 
 
 def work(
@@ -130,7 +133,7 @@ def of_answers(
         budget,
         labels=labels,
         blocks=None if blocks is None else blocks.mean(-1),
-        again=again(gates),
+        again=again(gates, blocks),
         dense_head=dense_head,
         routed=budget.routes,
     )

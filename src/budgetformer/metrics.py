@@ -153,7 +153,7 @@ def costs_of(answers: Predictions, done: flops.Work, budget: BudgetConfig) -> di
     share = answers.gates.mean((1, 2))
     ran, every = done.units(budget)
     blocks = {} if answers.blocks is None else {"block_share": float(answers.blocks.mean())}
-    again = flops.again(answers.gates).float().mean()
+    again = flops.again(answers.gates, answers.blocks).float().mean()
     return {
         "units_flops_share": float(ran.sum() / every.sum()),
         "units_flops_share_std": float(spent(done, budget).std()),

@@ -179,7 +179,7 @@ class Predictor:
         gates, blocks = answers.output.gates, answers.output.blocks
         done = counted(self.engine, np.array([len(tokens)]), gates, blocks)
         ran, every = done.units(self.engine.weights.budget)
-        again = int(flops.again(gates)[0])
+        again = int(flops.again(gates, blocks)[0])
         named = self.budget if self.budget is not None else self.engine.budget
         return Inspection(
             text=text if pair is None else f"{text} | {pair}",

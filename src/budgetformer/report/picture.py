@@ -94,7 +94,7 @@ class Inspection:
     @property
     def again(self) -> bool:
         """Whether the text was answered twice."""
-        return any(count > 1 for row in self.gates for count in row)
+        return any(count > 1 for rows in (self.gates, self.blocks or []) for row in rows for count in row)
 
     @property
     def ranked(self) -> list[tuple[str, float]]:
