@@ -295,8 +295,11 @@ def test_a_budget_of_one_trains_the_dense_model():
     assert all(g is None or not g.any() for g in routers)
 
 
-def test_gradient_checkpointing_equals_plain():
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.filterwarnings("ignore:use_reentrant=True would take:UserWarning")
+def test_gradient_checkpointing_equals_plain(reentrant):
     """The same noise, the same heads, the same gradients; forwards are counted to see that it does run again."""
+    how = None if reentrant is None else {"use_reentrant": reentrant}
     ids, keep = ids_and_keep(LENGTHS, 11)
     found = []
     for saving in (False, True):
@@ -309,7 +312,7 @@ def test_gradient_checkpointing_equals_plain():
         router.register_forward_pre_hook(lambda *a, calls=calls: calls.append(1))
         if saving:  # renamed on the way to transformers 6
             named = [n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")]
-            getattr(model, f"{named[0]}_checkpointing_enable")()
+            getattr(model, f"{named[0]}_checkpointing_enable")(how)
         torch.manual_seed(1)
         out = model(ids, keep, labels=torch.tensor([0, 4, 2, 2]))
         out.loss.backward()
@@ -321,6 +324,11 @@ def test_gradient_checkpointing_equals_plain():
     torch.testing.assert_close(loss, again)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, grads_again[name], msg=name)
+
+
+def test_reentrant_checkpointing_would_cost_routers_a_gradient_so_it_is_off():
+    with pytest.warns(UserWarning, match="use_reentrant=True would take the budget's gradient"):
+        classifier(BudgetConfig(target=0.5)).activation_checkpointing_enable({"use_reentrant": True})
 
 
 # ---------------------------------------------------------------- Trainer

@@ -1,10 +1,13 @@
 """The Hugging Face skin: a configuration and two models that Auto classes, pipelines and Trainer know."""
 
+import warnings
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -153,6 +156,19 @@ class BudgetFormerPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.overspent)
         else:
             super()._init_weights(module)
+
+    def _set_gradient_checkpointing(self, *args: Any, gradient_checkpointing_func: Any = None, **kwargs: Any) -> None:
+        # Reentrant checkpointing keeps the gradient of tensors alone: routers, whose decisions a layer hands on beside
+        # its states, would learn without the price of the budget, and nothing would tell.
+        options = dict(getattr(gradient_checkpointing_func, "keywords", {}))
+        if options.get("use_reentrant"):
+            warnings.warn(
+                "use_reentrant=True would take the budget's gradient from the routers; it is off", stacklevel=3
+            )
+            gradient_checkpointing_func = partial(checkpoint, **(options | {"use_reentrant": False}))
+        if gradient_checkpointing_func is not None:
+            kwargs["gradient_checkpointing_func"] = gradient_checkpointing_func
+        super()._set_gradient_checkpointing(*args, **kwargs)
 
     @initialization.guard_torch_init_functions()
     @torch.no_grad()
