@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from budgetformer.cli import main
 from budgetformer.errors import BudgetFormerError
 from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.settings import TrainSettings
+from budgetformer.training import job
 from budgetformer.training.job import save_model
 from budgetformer.training.sources import load_splits
 
@@ -172,6 +174,50 @@ def test_bad_rows_are_left_out_counted_and_listed(files, tmp_path):
     ledger = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["line"] for row in ledger] == [51, 52]
     assert "no label here" not in json.dumps(ledger), "texts are private"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_texts_without_labels_teach_what_the_twin_says_of_them(run, files, tmp_path, monkeypatch, several):
+    seen = {}
+
+    def listen(model, rows, *rest, label, **named):
+        seen[label] = rows
+        return fit(model, rows, *rest, label=label, **named)
+
+    fit = job.fit
+    monkeypatch.setattr(job, "fit", listen)
+    pool = write_csv(files["folder"] / "pool.csv", 61, 7)
+    lines = [line.split(",")[0] for line in pool.read_text().splitlines()]
+    pool.write_text("\n".join([lines[0], *lines[1:], '""']) + "\n")  # no labels; the last row has no text
+    more = ["--multi-label"] if several else ["--dense", str(run / "dense")]
+    more += ["--unlabelled-file", str(pool), "--target-budget", "0.5", "--epochs", "1"]
+    output = tmp_path / "out"
+    assert train(files, output, *more, data="several" if several else "train") == 0
+    dense = BudgetFormerForSequenceClassification.from_pretrained(output / "dense").eval()
+    rows = seen["budgeted"]
+    assert len(rows) == 240 + 61
+    for item in rows.items[240:]:
+        with torch.no_grad():
+            logits = dense(torch.tensor([item["input_ids"]])).logits[0]
+        assert item["labels"] == ((logits > 0).int().tolist() if several else int(logits.argmax()))
+        torch.testing.assert_close(torch.as_tensor(item["teacher_logits"]), logits, rtol=0.05, atol=0.05)
+    assert "dense twin" not in seen or len(seen["dense twin"]) == 240
+    assert json.loads((output / "metrics.json").read_text())["data"]["unlabelled_rows"] == 61
+    (left_out,) = (output / "bad_rows.jsonl").read_text().splitlines()
+    assert json.loads(left_out)["source"].endswith("pool.csv")
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "words"),
+    [("text", '""', "no row has a text"), ("text,text_pair", "a crow,a swan", "holds pairs, and the training rows")],
+)
+def test_texts_without_labels_must_be_of_use(files, tmp_path, capsys, header, row, words):
+    pool = tmp_path / "pool.csv"
+    pool.write_text(f"{header}\n{row}\n{row}\n")
+    assert train(files, tmp_path / "out", "--unlabelled-file", str(pool)) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pool.csv" in line
+    assert words in line
 
 
 @pytest.mark.parametrize(

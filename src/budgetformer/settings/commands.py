@@ -149,6 +149,9 @@ class TrainSettings(Checked):
     train_file: str | None = in_data(FILE, "file to train on, instead of --data")
     validation_file: str | None = in_data(FILE, "file to pick the best epoch by [default: the last epoch is kept]")
     test_file: str | None = in_data(FILE, "file for the table at the end")
+    unlabelled_file: str | None = in_data(
+        FILE, "texts without labels: the dense twin answers them, and the budgeted model learns from its answers too"
+    )
     text_column: str | None = _text_column()
     text_pair_column: str | None = _text_pair_column()
     label_column: str | None = _label_column()

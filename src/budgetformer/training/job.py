@@ -36,7 +36,7 @@ QUICK_EPOCHS = 3
 WHOLE_SHARE = {"fixed": 0.13, "learned": 0.2}  # of the steps; each level has as many
 FIRST_SHARE = 0.6  # of the target: what cheap first answers spend
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
-INPUTS = ("data", "train_file", "validation_file", "test_file", "model", "dense", "class_weights")
+INPUTS = ("data", "train_file", "validation_file", "test_file", "unlabelled_file", "model", "dense", "class_weights")
 
 
 def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any]:
@@ -75,6 +75,10 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     if budget.may_answer_twice and validation is None:
         train_rows, held = hold_out(train_rows, settings.seed)
         echo(f"{len(held)} training texts are kept for the margin of second answers; no model is trained on them")
+    unlabelled = None
+    if splits.unlabelled is not None:
+        unlabelled = sources.encode_rows(splits.unlabelled, tokenizer, None, settings)
+        echo(f"{len(unlabelled):,} texts without labels, for the dense twin to answer")
     model.config.class_weights = sources.class_weights(settings, train_rows, splits.labels)
     model.config.label_smoothing = settings.label_smoothing
 
@@ -92,7 +96,9 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
     echo(f"{len(train_rows):,} training and {len(test_rows):,} test texts, {len(splits.labels)} labels")
 
     dense = _dense_twin(settings, model, tokenizer, train_rows, validation, folder, echo)
-    budgeted, fitted = fit_budgeted(dense, budget, train_rows, validation, settings, folder, echo, held=held)
+    budgeted, fitted = fit_budgeted(
+        dense, budget, train_rows, validation, settings, folder, echo, held=held, unlabelled=unlabelled
+    )
     if is_main():
         save_model(budgeted, tokenizer, folder)
     wait_for_all()
@@ -109,6 +115,7 @@ def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any
         result["settings"] = asdict(settings)
         result["data"] = {
             "train_rows": len(train_rows),
+            "unlabelled_rows": 0 if unlabelled is None else len(unlabelled),
             "validation_rows": 0 if validation is None else len(validation),
             "test_rows": len(test_rows),
             "left_out": len(splits.bad),
@@ -218,10 +225,12 @@ def fit_budgeted(
     *,
     keep_checkpoints: bool = True,
     held: Encoded | None = None,
+    unlabelled: Encoded | None = None,
 ) -> tuple[BudgetFormerForSequenceClassification, FitResult]:
     """The budgeted model, from its trained twin to the budget met in use. The twin's neurons are sorted in place.
 
-    held: texts that nobody trained on, for the margin of second answers.
+    held: texts that nobody trained on, for the margin of second answers. unlabelled: texts that take the twin's answers
+    for labels, and are learned from like the others.
     """
     told, device = train_rows, next(dense.parameters()).device.type
     # The twin is asked in the numbers that the training is in: in full precision it would take as long as an epoch.
@@ -231,6 +240,8 @@ def fit_budgeted(
         if settings.distillation > 0:
             with torch.no_grad():
                 told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
+        if unlabelled is not None:
+            told = Encoded([*told.items, *_answered(dense, unlabelled, settings).items])
         budgeted = budgeted_from(dense, budget, settings)
         if budget.prior > 0:
             heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
@@ -250,6 +261,15 @@ def fit_budgeted(
     if held is not None and budget.may_answer_twice:
         settle_cascade(budgeted, held)
     return budgeted, fitted
+
+
+@torch.no_grad()
+def _answered(dense: Any, unlabelled: Encoded, settings: TrainSettings) -> Encoded:
+    """The texts with the twin's answers as their labels, and as what it teaches."""
+    logits = metrics.predict(dense.eval(), unlabelled).logits
+    labels = (logits > 0).int().tolist() if settings.multi_label else logits.argmax(-1).tolist()
+    answered = unlabelled.with_column("labels", labels)
+    return answered.with_column("teacher_logits", logits) if settings.distillation > 0 else answered
 
 
 def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, folder: Path, echo) -> Any:

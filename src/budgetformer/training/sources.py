@@ -19,13 +19,14 @@ QUICK_ROWS = (1540, 770)  # training and test rows of a quick run
 
 @dataclass(frozen=True)
 class Splits:
-    """Usable rows of each split, the names of the labels, and the rows that had to be left out."""
+    """Usable rows of each split, the names of the labels, what had to be left out, and texts without labels."""
 
     train: Rows
     validation: Rows | None
     test: Rows
     labels: list[str]
     bad: list[BadRow]
+    unlabelled: Rows | None = None
 
 
 def load_splits(settings: TrainSettings, echo: Callable[[str], None]) -> Splits:
@@ -53,9 +54,11 @@ def load_splits(settings: TrainSettings, echo: Callable[[str], None]) -> Splits:
         validation = _read(settings.validation_file, options)
     if settings.test_file is not None:
         test = _read(settings.test_file, options)
+    unlabelled = _read_unlabelled(settings, options, train)
     echo("columns: " + ", ".join(f"{role}={name}" for role, name in train.columns.items()))
-    bad = [row for rows in (train, validation, test) if rows is not None for row in rows.bad]
-    for rows, name in ((train, "training"), (validation, "validation"), (test, "test")):
+    every = ((train, "training"), (validation, "validation"), (test, "test"), (unlabelled, "unlabelled"))
+    bad = [row for rows, _ in every if rows is not None for row in rows.bad]
+    for rows, name in every:
         if rows is not None and rows.bad:
             first = rows.bad[0]
             echo(
@@ -82,15 +85,16 @@ def load_splits(settings: TrainSettings, echo: Callable[[str], None]) -> Splits:
     for rows in (validation, test):
         if rows is not None:  # an unknown label is found now, not after training
             _numbers(rows, labels, separator)
-    return Splits(train, validation, test, labels, bad)
+    return Splits(train, validation, test, labels, bad, None if unlabelled is None else unlabelled.good())
 
 
-def encode_rows(rows: Rows, tokenizer: Any, labels: list[str], settings: TrainSettings) -> Encoded:
-    """Rows as token ids with label numbers."""
+def encode_rows(rows: Rows, tokenizer: Any, labels: list[str] | None, settings: TrainSettings) -> Encoded:
+    """Rows as token ids with label numbers; labels None: without them."""
     separator = settings.label_separator if settings.multi_label else None
+    numbers = None if labels is None else _numbers(rows, labels, separator)
     texts = [text for text in rows.texts if text is not None]
     pairs = None if rows.pairs is None else [pair or "" for pair in rows.pairs]
-    return encode(tokenizer, texts, pairs, _numbers(rows, labels, separator), max_length=settings.max_length)
+    return encode(tokenizer, texts, pairs, numbers, max_length=settings.max_length)
 
 
 def load_encoder(settings: TrainSettings, splits: Splits, *, budget: BudgetConfig) -> tuple[Any, Any]:
@@ -189,6 +193,20 @@ def train_tokenizer(texts: list[str], pairs: list[str | None] | None = None, *, 
 
 def _read(source: str, options: dict[str, Any]) -> Rows:
     return read_rows(source, require_labels=True, **options)
+
+
+def _read_unlabelled(settings: TrainSettings, options: dict[str, Any], train: Rows) -> Rows | None:
+    """Texts for the twin to answer; labels that they may have are not looked at."""
+    source = settings.unlabelled_file
+    if source is None:
+        return None
+    rows = read_rows(source, require_labels=False, **options | {"label_column": None})
+    if not len(rows.good()):
+        raise DataError(f"{source}: no row has a text; leave out --unlabelled-file, or name the --text-column")
+    if (rows.pairs is None) != (train.pairs is None):
+        kinds = ("single texts", "pairs") if rows.pairs is None else ("pairs", "single texts")
+        raise DataError(f"{source}: holds {kinds[0]}, and the training rows are {kinds[1]}; give the same kind")
+    return rows
 
 
 def _numbers(rows: Rows, labels: list[str], separator: str | None) -> list[Any]:
