@@ -340,7 +340,7 @@ def test_levels_that_are_no_shares_are_refused(wrong):
         ({}, 3, 1e-3),
     ],
 )
-def test_a_fixed_order_recovers_for_longer(monkeypatch, tmp_path, named, epochs, rate):
+def test_a_fixed_order_and_its_twin_train_for_longer(monkeypatch, tmp_path, named, epochs, rate):
     seen = []
 
     def listen(model, train, validation, options, **rest):
@@ -351,6 +351,9 @@ def test_a_fixed_order_recovers_for_longer(monkeypatch, tmp_path, named, epochs,
     job.fit_budgeted(model_of(), job.budget_of(asked), texts_of(), None, asked, tmp_path, print)
     relevance = "fixed" if named and named.get("relevance") is None else "learned"
     assert seen == [(relevance, epochs, pytest.approx(rate))]
+    seen.clear()
+    job.fit_dense(model_of(), texts_of(), None, asked, tmp_path, print)
+    assert [told[1:] for told in seen] == [(6 if relevance == "fixed" else 3, pytest.approx(1e-3))]
 
 
 @pytest.mark.parametrize("bf16", ["on", "off"])

@@ -80,7 +80,8 @@ def test_a_run_leaves_a_model_its_twin_and_every_number(run):
     assert found["budgeted"]["flops_share"] < 1.0
     assert [row["budget"] for row in found["budgeted"]["dial"]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     assert found["data"] | {"labels": None} == {
-        "train_rows": 240, "validation_rows": 0, "test_rows": 83, "left_out": 0, "truncated": 0, "labels": None,
+        "train_rows": 240, "unlabelled_rows": 0, "validation_rows": 0, "test_rows": 83, "left_out": 0, "truncated": 0,
+        "labels": None,
     }  # fmt: skip
     papers = ("settings.yaml", "report.md", "README.md", "bad_rows.jsonl")
     for name in ("config.json", "model.safetensors", "tokenizer.json", *papers):

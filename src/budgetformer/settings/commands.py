@@ -207,7 +207,10 @@ class TrainSettings(Checked):
     distillation_temperature: float = in_budget(POSITIVE, "softness of those answers", default=2.0)
 
     epochs: int = in_training(whole(1), "passes over the training rows", default=4)
-    dense_epochs: int | None = in_training(optional(whole(1)), "the same for the dense twin [default: --epochs]")
+    dense_epochs: int | None = in_training(
+        optional(whole(1)),
+        "the same for the dense twin [default: twice --epochs where the order is fixed, else --epochs]",
+    )
     recovery_epochs: int | None = in_training(
         optional(whole(1)),
         "the same for the budgeted model [default: twice --epochs where the order is fixed, else --epochs]",

@@ -209,7 +209,7 @@ def fit_dense(
 ) -> None:
     """The twin's training, in place: every head on, routers asleep. folder: of the run, for its checkpoints."""
     _freeze(model, settings, routers=True)
-    epochs = settings.dense_epochs or settings.epochs
+    epochs = settings.dense_epochs or _longer(settings) * settings.epochs
     options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints, settings.learning_rate)
     fit(model, train_rows, validation, options, label="dense twin", echo=echo)
 
@@ -246,8 +246,7 @@ def fit_budgeted(
         if budget.prior > 0:
             heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
             start_routers(budgeted, heads, blocks, train_rows)
-    # A fixed order is cheap to train, computes only what is on from the first step, and takes long to recover.
-    more = 2 if budget.relevance == "fixed" else 1
+    more = _longer(settings)
     options = _options(
         settings,
         folder / "checkpoints" / "budgeted",
@@ -261,6 +260,13 @@ def fit_budgeted(
     if held is not None and budget.may_answer_twice:
         settle_cascade(budgeted, held)
     return budgeted, fitted
+
+
+def _longer(settings: TrainSettings) -> int:
+    """How many times as long both models train. A fixed order recovers slowly, and computes only what is on from its
+    first step; its twin must be as good as it gets, since what it does not know it cannot teach.
+    """
+    return 2 if budget_of(settings).relevance == "fixed" else 1
 
 
 @torch.no_grad()

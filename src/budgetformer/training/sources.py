@@ -200,7 +200,8 @@ def _read_unlabelled(settings: TrainSettings, options: dict[str, Any], train: Ro
     source = settings.unlabelled_file
     if source is None:
         return None
-    rows = read_rows(source, require_labels=False, **options | {"label_column": None})
+    unnamed: dict[str, Any] = options | {"label_column": None}
+    rows = read_rows(source, require_labels=False, **unnamed)
     if not len(rows.good()):
         raise DataError(f"{source}: no row has a text; leave out --unlabelled-file, or name the --text-column")
     if (rows.pairs is None) != (train.pairs is None):
