@@ -31,7 +31,7 @@ from budgetformer.hf import BudgetFormerForSequenceClassification
 from budgetformer.metrics import evaluate, predict, work
 from budgetformer.router import allocate, margins
 from budgetformer.settings import locate_model
-from budgetformer.text import encode
+from budgetformer.text import Encoded, encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import block_cost, most_important, start_routers, unit_importance
@@ -133,6 +133,7 @@ def main():
     parser.add_argument("--targets", default="0.5,0.25,0.1")
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--unlabelled", type=int, help="texts beyond them that the dense model answers for everybody")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
@@ -161,13 +162,13 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     tokenizer.model_max_length = args.max_length
 
-    def split(which, *, rest=False):
-        """At most `--limit` rows of a split, or those that are then left."""
+    def split(which, *, part=0, count=args.limit):
+        """At most `--limit` rows of a split (part 0), as many of those that are then left (part 1), and so on."""
         rows = [row for row in table if row["split"] == which]
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         if args.limit and len(rows) > args.limit:
-            rows = [rows[i] for i in (order[args.limit :][: args.limit] if rest else order[: args.limit])]
-        elif rest:
+            rows = [rows[i] for i in order[part * args.limit :][:count]]
+        elif part:
             return None
         pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
         labels = [number[row["label"]] for row in rows]
@@ -175,7 +176,8 @@ def main():
 
     train, test = split("train"), split("test")
     # Texts that nobody trains on, for the margin of the second answers; their labels are not used.
-    held = split("validation") if any(row["split"] == "validation" for row in table) else split("train", rest=True)
+    given = any(row["split"] == "validation" for row in table)
+    held = split("validation") if given else split("train", part=1)
     result = {
         "data": Path(args.data).stem,
         "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense", "keep")},
@@ -262,6 +264,12 @@ def main():
         answered.logits, torch.tensor([item["labels"] for item in test.items]), reduction="none"
     )
     told = train.with_column("teacher_logits", taught.logits)
+    if args.unlabelled:
+        pool = split("train", part=1 if given else 2, count=args.unlabelled)
+        answers = predict(dense, pool).logits
+        pool = pool.with_column("labels", answers.argmax(-1).tolist()).with_column("teacher_logits", answers)
+        told = Encoded([*told.items, *pool.items])
+        result["rows"].append(len(pool))
     distil = {"distillation": args.distillation}
     rivals = (args.static, args.random, args.static_twice)
     static_at, random_at, twice_at = ([float(t) for t in given.split(",") if t] for given in rivals)
