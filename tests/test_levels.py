@@ -18,7 +18,7 @@ from budgetformer.tokens import Tokens
 from budgetformer.training import job
 from budgetformer.training.fit import _leaves_unused
 from budgetformer.training.importance import block_cost, fix_order, most_important
-from budgetformer.training.settling import settle_cascade
+from budgetformer.training.settling import _calibrated_loss, settle_cascade
 from core_helpers import VOCABULARY, flop_counter, hf_config, ids_and_keep, save_tokenizer, stir
 
 BLOCKS = 5
@@ -285,6 +285,21 @@ def test_a_model_trained_at_its_target_may_get_cheaper_first_answers(better):
     assert metrics.costs(answers, model.config)["units_flops_share"] == pytest.approx(0.6, abs=0.05)
     answered_once = flops.again(answers.gates) == 0
     assert torch.equal(answers.gates[answered_once], (level if better == "level" else cheap).gates[answered_once])
+
+
+def test_how_sure_answers_are_does_not_decide_between_ways():
+    """The cheaper way is right more often and far too sure; a temperature for each shows that it is the better one."""
+    torch.manual_seed(0)
+    truth = torch.randint(0, 3, (500,))
+    right = torch.nn.functional.one_hot(truth, 3).float()
+    wrong = right.roll(1, 1)
+    better = torch.where(torch.rand(500, 1) < 0.9, right, wrong) * 30
+    worse = torch.where(torch.rand(500, 1) < 0.7, right, wrong) * 2
+    assert metrics.task_loss(better, truth) > metrics.task_loss(worse, truth)
+    assert _calibrated_loss(better, truth) < _calibrated_loss(worse, truth)
+    assert _calibrated_loss(better * 0.01, truth) == pytest.approx(_calibrated_loss(better, truth), abs=0.02)
+    several = torch.stack([truth > 0, truth > 1], 1).float()
+    assert _calibrated_loss((2 * several - 1) * 5, several) < 0.01
 
 
 def test_without_labels_first_answers_spend_what_they_were_told():

@@ -115,19 +115,20 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
     """accuracy (all labels right, when there are several), macro_f1 and the mean loss."""
     from sklearn.metrics import accuracy_score, f1_score
 
-    several = isinstance(labels[0], list | np.ndarray)
     truth = torch.tensor(np.asarray(labels))
-    if several:
-        loss = F.binary_cross_entropy_with_logits(logits, truth.float())
-        guess = (logits > 0).long()
-    else:
-        loss = F.cross_entropy(logits, truth)
-        guess = logits.argmax(-1)
+    guess = (logits > 0).long() if truth.dim() > 1 else logits.argmax(-1)
     return {
         "accuracy": float(accuracy_score(truth, guess)),
         "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore[reportArgumentType]
-        "loss": float(loss),
+        "loss": task_loss(logits, truth),
     }
+
+
+def task_loss(logits: Tensor, truth: Tensor) -> float:
+    """The mean loss. truth: numbers of labels (batch,), or 0 and 1 for each label (batch, label) where there are several."""
+    if truth.dim() > 1:
+        return float(F.binary_cross_entropy_with_logits(logits, truth.float()))
+    return float(F.cross_entropy(logits, truth))
 
 
 def work(answers: Predictions, config: Any) -> flops.Work:

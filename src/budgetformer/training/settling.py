@@ -1,13 +1,15 @@
 """The last step of training: meet the budget in use, where no dropout disturbs what the routers see."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from budgetformer.config import MULTI_LABEL
-from budgetformer.metrics import costs, predict, scores, work
+from budgetformer.metrics import costs, predict, task_loss, work
 from budgetformer.router import Router, margins
 from budgetformer.text import Encoded
 from budgetformer.training.importance import set_first
@@ -65,8 +67,8 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
 
     encoded: texts that training has not seen, since on those it has seen a model is too sure. Where they have labels
     and the order of units is fixed, the levels up to the target are tried as first answers too (at the target nothing
-    is left for second ones), and what has the least loss is taken. Sets `BudgetConfig.cascade` and `first` in the
-    model's config, the routers to the first answer, and returns the margin.
+    is left for second ones), and what has the least loss is taken, after a temperature each. Sets
+    `BudgetConfig.cascade` and `first` in the model's config, the routers to the first answer, and returns the margin.
     """
     config = model.config
     budget = config.budget_config
@@ -82,7 +84,7 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
         sure = margins(answers.logits, multi_label=config.problem_type == MULTI_LABEL)
         margin, loss = _affordable(sure, *work(answers, config).units(budget), budget.target), 0.0
         if whole is not None:
-            loss = scores(torch.where((sure < margin)[:, None], whole, answers.logits), labels)["loss"]
+            loss = _calibrated_loss(torch.where((sure < margin)[:, None], whole, answers.logits), torch.tensor(labels))
         ways.append(_Way(first, margin, loss))
     best = min(ways, key=lambda way: way.loss)
     if best.first is not None:
@@ -90,6 +92,19 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
         config.budget = {**config.budget, "first": min(1.0, best.first / budget.target)}
     config.budget = {**config.budget, "cascade": best.margin}
     return best.margin
+
+
+def _calibrated_loss(logits: Tensor, truth: Tensor) -> float:
+    """The loss at the temperature that suits these answers best (Guo et al. 2017).
+
+    Trained models are far too sure, first answers and second ones not alike, and the plain loss would tell more of
+    that than of who is right.
+    """
+
+    def loss(log_temperature: float) -> float:
+        return task_loss(logits / math.exp(log_temperature), truth)
+
+    return float(minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded").fun)
 
 
 def _affordable(sure: Tensor, ran: Tensor, every: Tensor, target: float) -> float:
