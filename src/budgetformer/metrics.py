@@ -125,7 +125,7 @@ def scores(logits: Tensor, labels: Sequence[Any]) -> dict[str, float]:
 
 
 def task_loss(logits: Tensor, truth: Tensor) -> float:
-    """The mean loss. truth: numbers of labels (batch,), or 0 and 1 for each label (batch, label) where there are several."""
+    """The mean loss. truth: numbers of labels (batch,), or 0 and 1 (batch, label) where there may be several."""
     if truth.dim() > 1:
         return float(F.binary_cross_entropy_with_logits(logits, truth.float()))
     return float(F.cross_entropy(logits, truth))
