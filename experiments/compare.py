@@ -286,7 +286,7 @@ def main():
         group_neurons(dense, blocks, args.grouping, train, seed=args.seed)
     ranked, ranked_blocks = unit_importance(dense, train, blocks=blocks, seed=args.seed)
     ranked_blocks = ranked_blocks if blocks > 1 else None
-    for target in map(float, args.targets.split(",")):
+    for target in map(float, filter(None, args.targets.split(","))):
         levels = [level for level in (round(share * target, 4) for share in shares) if level < 1]
         asked = BudgetConfig(target=target, levels=levels, **changes)
         budgeted = variant(dense, BudgetFormerForSequenceClassification, asked, **distil)
