@@ -104,7 +104,8 @@ def _calibrated_loss(logits: Tensor, truth: Tensor) -> float:
     def loss(log_temperature: float) -> float:
         return task_loss(logits / math.exp(log_temperature), truth)
 
-    return float(minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded").fun)
+    best: Any = minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded")
+    return float(best.fun)
 
 
 def _affordable(sure: Tensor, ran: Tensor, every: Tensor, target: float) -> float:
