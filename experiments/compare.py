@@ -35,6 +35,7 @@ from budgetformer.text import Encoded, encode
 from budgetformer.training.fit import FitOptions, fit
 from budgetformer.training.grouping import group_neurons
 from budgetformer.training.importance import block_cost, most_important, start_routers, unit_importance
+from budgetformer.training.job import answered_by
 from budgetformer.training.settling import settle, settle_cascade
 
 # Of a model's scores: tables of every class, and what depends on the machine.
@@ -175,9 +176,9 @@ def main():
         return encode(tokenizer, [row["text"] for row in rows], pairs, labels, max_length=args.max_length)
 
     train, test = split("train"), split("test")
-    # Texts that nobody trains on, for the margin of the second answers; their labels are not used.
-    given = any(row["split"] == "validation" for row in table)
-    held = split("validation") if given else split("train", part=1)
+    # Texts that nobody trains on, to settle second answers by.
+    validated = any(row["split"] == "validation" for row in table)
+    held = split("validation") if validated else split("train", part=1)
     result = {
         "data": Path(args.data).stem,
         "settings": {k: v for k, v in vars(args).items() if k not in ("data", "output", "dense", "keep")},
@@ -265,10 +266,8 @@ def main():
     )
     told = train.with_column("teacher_logits", taught.logits)
     if args.unlabelled:
-        pool = split("train", part=1 if given else 2, count=args.unlabelled)
-        answers = predict(dense, pool).logits
-        pool = pool.with_column("labels", answers.argmax(-1).tolist()).with_column("teacher_logits", answers)
-        told = Encoded([*told.items, *pool.items])
+        pool = split("train", part=1 if validated else 2, count=args.unlabelled)
+        told = Encoded([*told.items, *answered_by(dense, pool).items])
         result["rows"].append(len(pool))
     distil = {"distillation": args.distillation}
     rivals = (args.static, args.random, args.static_twice)

@@ -209,7 +209,7 @@ def fit_dense(
 ) -> None:
     """The twin's training, in place: every head on, routers asleep. folder: of the run, for its checkpoints."""
     _freeze(model, settings, routers=True)
-    epochs = settings.dense_epochs or _longer(settings) * settings.epochs
+    epochs = settings.dense_epochs or _longer(budget_of(settings)) * settings.epochs
     options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints, settings.learning_rate)
     fit(model, train_rows, validation, options, label="dense twin", echo=echo)
 
@@ -237,16 +237,16 @@ def fit_budgeted(
     with torch.autocast(device, torch.bfloat16, enabled=uses_bf16(settings, device)):
         if budget.blocks > 1:  # the twin's function stays: a sum has no order
             group_neurons(dense, budget.blocks, settings.grouping, train_rows, seed=settings.seed)
-        if settings.distillation > 0:
+        if settings.distillation > 0 or unlabelled is not None:  # a batch may hold rows of both
             with torch.no_grad():
                 told = train_rows.with_column("teacher_logits", metrics.predict(dense.eval(), train_rows).logits)
         if unlabelled is not None:
-            told = Encoded([*told.items, *_answered(dense, unlabelled, settings).items])
+            told = Encoded([*told.items, *answered_by(dense, unlabelled).items])
         budgeted = budgeted_from(dense, budget, settings)
         if budget.prior > 0:
             heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
             start_routers(budgeted, heads, blocks, train_rows)
-    more = _longer(settings)
+    more = _longer(budget)
     options = _options(
         settings,
         folder / "checkpoints" / "budgeted",
@@ -262,20 +262,20 @@ def fit_budgeted(
     return budgeted, fitted
 
 
-def _longer(settings: TrainSettings) -> int:
+def _longer(budget: BudgetConfig) -> int:
     """How many times as long both models train. A fixed order recovers slowly, and computes only what is on from its
     first step; its twin must be as good as it gets, since what it does not know it cannot teach.
     """
-    return 2 if budget_of(settings).relevance == "fixed" else 1
+    return 2 if budget.relevance == "fixed" else 1
 
 
 @torch.no_grad()
-def _answered(dense: Any, unlabelled: Encoded, settings: TrainSettings) -> Encoded:
-    """The texts with the twin's answers as their labels, and as what it teaches."""
-    logits = metrics.predict(dense.eval(), unlabelled).logits
-    labels = (logits > 0).int().tolist() if settings.multi_label else logits.argmax(-1).tolist()
-    answered = unlabelled.with_column("labels", labels)
-    return answered.with_column("teacher_logits", logits) if settings.distillation > 0 else answered
+def answered_by(dense: Any, encoded: Encoded) -> Encoded:
+    """The texts with the dense model's answers as their labels, and as what it teaches."""
+    logits = metrics.predict(dense.eval(), encoded).logits
+    several = dense.config.problem_type == MULTI_LABEL
+    labels = (logits > 0).int().tolist() if several else logits.argmax(-1).tolist()
+    return encoded.with_column("labels", labels).with_column("teacher_logits", logits)
 
 
 def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, folder: Path, echo) -> Any:
