@@ -20,6 +20,7 @@ from core_helpers import VOCABULARY, hf_config, ids_and_keep, save_tokenizer, st
 from engine_helpers import NATIVE
 
 BLOCKS = {"scope": "heads+blocks", "ffn_blocks": 4}
+TWIN = {**BLOCKS, "second": "twin"}
 LENGTHS = [5, 3, 9, 1, 7, 4, 9, 2, 6, 8, 3, 5]
 TEXTS = [
     "lost my card",
@@ -67,7 +68,7 @@ def test_numpy_and_torch_agree_on_margins(labels, multi_label):
     assert np.allclose(ours, margins(torch.from_numpy(logits), multi_label=multi_label).numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("scope", [{}, BLOCKS])
+@pytest.mark.parametrize("scope", [{}, BLOCKS, TWIN])
 def test_unsure_inputs_get_the_answer_of_every_unit_and_the_others_keep_theirs(scope):
     model = model_with(BudgetConfig(target=0.4, **scope))
     ids, keep = ids_and_keep(LENGTHS, 9)
@@ -101,7 +102,7 @@ def test_an_input_is_answered_the_same_alone_and_in_a_batch():
         assert torch.allclose(alone.hidden_states[-1][0], together.hidden_states[-1][row, :length], atol=1e-4)
 
 
-@pytest.mark.parametrize("scope", [{}, BLOCKS])
+@pytest.mark.parametrize("scope", [{}, BLOCKS, TWIN])
 def test_the_cost_is_that_of_both_answers(scope):
     model = model_with(BudgetConfig(target=0.4, **scope))
     texts = Encoded([{"input_ids": torch.randint(1, VOCABULARY, (n,)).tolist()} for n in LENGTHS])
@@ -130,7 +131,7 @@ def test_a_first_answer_without_heads_is_an_answer():
 
 
 @pytest.mark.parametrize("path", [*NATIVE, "torch"])
-@pytest.mark.parametrize("scope", [{}, BLOCKS])
+@pytest.mark.parametrize("scope", [{}, BLOCKS, TWIN])
 def test_the_engine_answers_as_the_model_does(path, scope, tmp_path):
     model = model_with(BudgetConfig(target=0.4, **scope), vocab_size=17)
     save_tokenizer(tmp_path)

@@ -326,7 +326,9 @@ def test_blocks_are_trained_in_a_fixed_order_with_second_answers_unless_told_oth
     assert not heads.may_answer_twice
     told = {"scope": "heads+blocks", "relevance": "learned", "target_budget": 0.25}
     twice = job.budget_of(settings_of(**told))
-    assert (twice.relevance, twice.first, twice.whole, twice.levels) == ("learned", 0.6, 0.2, ())
+    alone = job.budget_of(settings_of(**told, second_answers="self"))
+    assert (alone.first, alone.whole) == (0.6, 0.2), "only what answers by itself is trained for it"
+    assert (twice.relevance, twice.first, twice.whole, twice.levels) == ("learned", 0.6, 0.0, ())
     assert twice.may_answer_twice
     told["first_share"] = 1.0
     alone = job.budget_of(settings_of(**told))

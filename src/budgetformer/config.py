@@ -14,6 +14,7 @@ POOLINGS = ("mean", "first")
 ROUTER_VIEWS = ("mean", "mean+first", "mean+max")
 BUDGET_LOSSES = ("lagrange", "paper")
 RELEVANCES = ("learned", "fixed")
+SECONDS = ("self", "twin")
 SCOPES = ("heads", "heads+blocks")
 GROUPINGS = ("contiguous", "weights", "coactivation")
 MULTI_LABEL = "multi_label_classification"  # the problem type of a model that gives a text several labels, or none
@@ -46,10 +47,11 @@ class BudgetConfig:
     ffn_blocks: int = 12
     min_units: int = 1  # of each sublayer; 0 lets one be skipped whole
     # A second answer with every unit on, for inputs whose first is unsure.
+    second: str = "self"  # whose units: the model's own, or those of its dense twin, kept beside them as they are
     first: float = 1.0  # share of the target that the first answers spend; the second ones get the rest; 1: no second
     cascade: float = 0.0  # margin between the two best probabilities below which an input is answered again
-    whole: float = 0.0  # share of the training steps that run with every unit on
-    levels: Sequence[float] = ()  # budgets that as many steps each run at, so that the model is good there too
+    whole: float = 0.0  # share of the training steps at each level, and with every unit on unless the twin answers then
+    levels: Sequence[float] = ()  # budgets that the model is trained at besides, so that it is good there too
     router_hidden: int = 64
     view: str = "mean"
     relevance: str = "learned"
@@ -88,7 +90,10 @@ class BudgetConfig:
         object.__setattr__(self, "levels", tuple(self.levels))  # JSON has lists
         shares = all(isinstance(level, int | float) and 0.0 < level < 1.0 for level in self.levels)
         need("levels", shares, "every level is a share of the units, so it must lie in (0, 1)")
-        room = not self.levels or 0.0 < self.whole * (1 + len(self.levels)) < 1.0
+        need("second", self.second in SECONDS, f"choose one of {', '.join(SECONDS)}")
+        paid = self.second == "self" or self.scope == "heads+blocks"
+        need("second", paid, 'the twin runs whole layers, so the budget must be of whole layers too: scope="heads+blocks"')
+        room = not self.levels or 0.0 < self.whole * self.taught < 1.0
         need("levels", room, f"each takes whole={self.whole} of the steps, and some must be left; change whole")
         need("relevance", self.relevance in RELEVANCES, f"choose one of {', '.join(RELEVANCES)}")
         need(
@@ -115,10 +120,19 @@ class BudgetConfig:
         return self.target * self.first
 
     @property
+    def taught(self) -> int:
+        """How many budgets beside the first answers' own take a share of the steps; the twin has been taught."""
+        return len(self.levels) + (self.second == "self")
+
+    @property
     def may_answer_twice(self) -> bool:
-        """Second answers are settled when training ends: where asked for, or where a fixed order was trained whole."""
-        trained = self.relevance == "fixed" and self.scope == "heads+blocks" and self.whole > 0
-        return self.first < 1.0 or (self.routes and trained)
+        """Second answers are settled when training ends: where asked for, or in a fixed order where there is somebody
+        to give good ones.
+        """
+        taught = self.second == "twin" or self.whole > 0
+        return self.first < 1.0 or (
+            self.routes and self.relevance == "fixed" and self.scope == "heads+blocks" and taught
+        )
 
     @property
     def blocks(self) -> int:

@@ -1,7 +1,8 @@
 """The encoder: embeddings, layers of budgeted attention and feed-forward, pooling, classifier. Pure PyTorch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -203,12 +204,19 @@ class Encoder(nn.Module):
     block_profile: Tensor
 
     def __init__(
-        self, config: EncoderConfig, budget: BudgetConfig | None = None, layer_class: type[EncoderLayer] = EncoderLayer
+        self,
+        config: EncoderConfig,
+        budget: BudgetConfig | None = None,
+        layer_class: type[EncoderLayer] = EncoderLayer,
+        *,
+        embeds: bool = True,
     ):
+        """embeds: False for layers that read what another encoder has embedded."""
         super().__init__()
         self.config = config
         self.budget = budget or BudgetConfig()
-        self.embeddings = Embeddings(config)
+        if embeds:
+            self.embeddings = Embeddings(config)
         layers = [layer_class(config, self.budget) for _ in range(config.num_layers)]
         for i, layer in enumerate(layers):
             if config.kept_heads is not None:
@@ -239,14 +247,15 @@ class Encoder(nn.Module):
 
         budget: None spends what was learned; a share, or one per input, spends exactly that (over all layers
         together, and over the feed-forward blocks where they have a budget). gates (batch, layer, head) and blocks
-        (batch, layer, block): the units themselves.
+        (batch, layer, block): the units themselves. An encoder that does not embed is given what is embedded already
+        in place of ids.
         """
         keep = input_ids.new_ones(input_ids.shape[:2], dtype=torch.bool) if keep is None else keep
         explore = explore or Schedule(budget=self.budget).settled
         count = block_count = None
         if budget is not None:
             count, block_count = self.counts(check_budget(budget, len(input_ids), input_ids.device), keep.sum(1))
-        x = self.embeddings(input_ids, keep, token_types)
+        x = self.embeddings(input_ids, keep, token_types) if hasattr(self, "embeddings") else input_ids
         routings, block_routings, hidden, weights = [], [], [x], []
         for i, layer in enumerate(self.layers):
             x, routing, block_routing, layer_weights = layer(
@@ -309,3 +318,29 @@ class Classifier(nn.Module):
         if self.dense is not None and self.activation is not None:
             pooled = self.activation(self.dense(self.dropout(pooled)))
         return self.out(self.dropout(pooled))
+
+
+class Twin(nn.Module):
+    """The dense twin of a budgeted model: its layers and classifier, on the budgeted model's own embeddings."""
+
+    def __init__(self, config: EncoderConfig, classifier: Classifier):
+        super().__init__()
+        whole = replace(config, kept_heads=None, kept_blocks=None)  # what the budgeted model lost, the twin has
+        self.encoder = Encoder(whole, embeds=False)
+        self.classifier = classifier
+
+    def forward(
+        self, x: Float[Tensor, "batch token width"], keep: Bool[Tensor, "batch token"], **options: Any
+    ) -> tuple[EncoderOutput, Float[Tensor, "batch labels"]]:
+        """What it says of embedded tokens; `options` as for `Encoder.forward`, which name every unit."""
+        out = self.encoder(x, keep, **options)
+        return out, self.classifier(out.hidden, keep)
+
+    @torch.no_grad()
+    def copy_from(self, encoder: Encoder, classifier: Classifier) -> None:
+        """Take over the weights of a dense model of the same sizes; its routers, which never ran, are left behind."""
+        for mine, theirs in ((self.encoder, encoder), (self.classifier, classifier)):
+            given = theirs.state_dict()
+            for name, tensor in mine.state_dict().items():
+                if ".router." not in name:
+                    tensor.copy_(given[name])

@@ -21,9 +21,9 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.utils.generic import ModelOutput
 
 from budgetformer import flops, losses
-from budgetformer.attention import BudgetedMultiheadAttention
+from budgetformer.attention import BudgetedMultiheadAttention, check_budget
 from budgetformer.config import MULTI_LABEL, BudgetConfig, EncoderConfig, known_fields
-from budgetformer.encoder import Classifier, Encoder, EncoderLayer, EncoderOutput
+from budgetformer.encoder import Classifier, Encoder, EncoderLayer, EncoderOutput, Twin
 from budgetformer.errors import ModelFolderError, UsageError
 from budgetformer.router import Router, Routing, margins
 from budgetformer.schedule import Schedule
@@ -245,13 +245,10 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         super().__init__(config)
         self.num_labels = int(config.num_labels or 0)
         self.budgetformer = BudgetFormerModel(config)
-        self.classifier = Classifier(
-            config.hidden_size,
-            self.num_labels,
-            pooling=config.pooling,
-            hidden=config.head_hidden,
-            dropout=config.classifier_dropout,
-        )
+        self.classifier = self._new_classifier()
+        self.twin = None
+        if config.budget_config.second == "twin":
+            self.twin = Twin(config.encoder_config, self._new_classifier())
         # Saved with the weights, so that a resumed run goes on where it stopped.
         self.register_buffer("multiplier", torch.zeros(()))
         self.register_buffer("overspent", torch.zeros(()))
@@ -260,6 +257,28 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         # Training steps so far, which say whose turn it is (`BudgetConfig.levels`); set by BudgetSchedule too.
         self.turn = 0
         self.post_init()
+
+    def _new_classifier(self) -> Classifier:
+        config = self.config
+        return Classifier(
+            config.hidden_size,
+            self.num_labels,
+            pooling=config.pooling,
+            hidden=config.head_hidden,
+            dropout=config.classifier_dropout,
+        )
+
+    def train(self, mode: bool = True) -> "BudgetFormerForSequenceClassification":
+        """As of any module; but a twin does not learn, nor do the embeddings that it reads too."""
+        if mode and self.twin is not None:
+            self.twin.requires_grad_(False)
+            self.budgetformer.encoder.embeddings.requires_grad_(False)
+        return super().train(mode)
+
+    def keep_twin(self, dense: "BudgetFormerForSequenceClassification") -> None:
+        """Where `BudgetConfig.second` says that the twin gives second answers: this is the twin."""
+        if self.twin is not None:
+            self.twin.copy_from(dense.budgetformer.encoder, dense.classifier)
 
     def forward(
         self,
@@ -298,19 +317,25 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         }
         if self.training:
             options["explore"] = Schedule(budget=budget_config).at(self.progress)
-        types = token_type_ids
-        again = None
         if routed and self.training:
             budget = self._next_level()
             routed = budget is None
-        out = self.budgetformer.encode(input_ids, keep, types, budget=budget, gates=gates, blocks=blocks, **options)
-        logits = self.classifier(out.hidden, keep)
-        if routed and not self.training and budget_config.cascade > 0:
-            sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
-            again = (sure < budget_config.cascade).nonzero()[:, 0]
-            if len(again):
-                out = self._again(again, input_ids, keep, types, out, options)
-                logits = self.classifier(out.hidden, keep)
+        inputs = (input_ids, keep, token_type_ids)
+        whole = self._whole(budget, keep)
+        again = None
+        if bool(whole.all()):
+            out, logits = self._every_unit(inputs, options)
+        else:
+            out = self.budgetformer.encode(*inputs, budget=budget, gates=gates, blocks=blocks, **options)
+            logits = self.classifier(out.hidden, keep)
+            rows = whole.nonzero()[:, 0]
+            if routed and not self.training and budget_config.cascade > 0:
+                sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
+                rows = again = (sure < budget_config.cascade).nonzero()[:, 0]
+            if len(rows):
+                part = tuple(None if tensor is None else tensor[rows] for tensor in inputs)
+                second, later = self._every_unit(part, options)
+                out, logits = _merged(out, second, rows), logits.index_copy(0, rows, later)
         parts = None
         if labels is not None:
             parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed)
@@ -328,25 +353,26 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         """
         config = self.config.budget_config
         point, self.turn = self.turn * GOLDEN % 1, self.turn + 1
-        levels = (1.0, *config.levels) if config.whole > 0 else ()
+        levels = () if config.whole == 0 else config.levels if self.twin is not None else (1.0, *config.levels)
         return next((level for i, level in enumerate(levels, start=1) if point < i * config.whole), None)
 
-    def _again(self, rows, input_ids, keep, types, out: EncoderOutput, options: dict[str, Any]) -> EncoderOutput:
-        """The encoding, that of `rows` made anew with every unit on; the routings stay those of the first time."""
-        second = self._part(rows, input_ids, keep, types, options | self._everything(len(rows)))
+    def _whole(self, budget: float | Tensor | None, keep: Tensor) -> Tensor:
+        """Inputs whose named budget buys every unit, bool (batch,), where that is the twin's to answer."""
+        if self.twin is None or budget is None or self.training:
+            return keep.new_zeros(len(keep))
+        named = check_budget(budget, len(keep), keep.device)
+        heads, blocks = self.budgetformer.encoder.counts(named, keep.sum(1))
+        whole = (heads == self.config.num_heads).all(1)
+        return whole if blocks is None else whole & (blocks == self.config.budget_config.blocks).all(1)
 
-        def merged(first: Any, later: Any) -> Any:
-            return None if first is None else tuple(a.index_copy(0, rows, b) for a, b in zip(first, later, strict=True))
-
-        return replace(
-            out,
-            hidden=out.hidden.index_copy(0, rows, second.hidden),
-            all_hidden=merged(out.all_hidden, second.all_hidden),
-            all_weights=merged(out.all_weights, second.all_weights),
-        )
-
-    def _part(self, rows: Tensor, input_ids: Tensor, keep: Tensor, types: Tensor | None, options: dict[str, Any]):
-        return self.budgetformer.encode(input_ids[rows], keep[rows], None if types is None else types[rows], **options)
+    def _every_unit(self, inputs: tuple, options: dict[str, Any]) -> tuple[EncoderOutput, Tensor]:
+        """What every unit says: encoding and logits, of the twin where the model has it."""
+        input_ids, keep, types = inputs
+        every = self._everything(len(input_ids))
+        if self.twin is not None:
+            return self.twin(self.budgetformer.encoder.embeddings(input_ids, keep, types), keep, **every, **options)
+        out = self.budgetformer.encode(*inputs, **every, **options)
+        return out, self.classifier(out.hidden, keep)
 
     def _everything(self, batch: int) -> dict[str, Tensor]:
         """Every unit on, as arguments of `encode`."""
@@ -470,6 +496,20 @@ def keep_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def _flag(asked: bool | None, default: bool | None) -> bool:
     return bool(default if asked is None else asked)
+
+
+def _merged(out: EncoderOutput, second: EncoderOutput, rows: Tensor) -> EncoderOutput:
+    """The encoding with that of `rows` made anew; the routings stay those of the first time."""
+
+    def merged(first: Any, later: Any) -> Any:
+        return None if first is None else tuple(a.index_copy(0, rows, b) for a, b in zip(first, later, strict=True))
+
+    return replace(
+        out,
+        hidden=out.hidden.index_copy(0, rows, second.hidden),
+        all_hidden=merged(out.all_hidden, second.all_hidden),
+        all_weights=merged(out.all_weights, second.all_weights),
+    )
 
 
 def _routing_fields(out: EncoderOutput, again: Tensor | None = None) -> dict[str, Any]:

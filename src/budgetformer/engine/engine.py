@@ -23,6 +23,7 @@ from budgetformer.engine.budgets import allocate, check_margin, margins, shares,
 from budgetformer.engine.packed import Output, Packed, Path
 from budgetformer.engine.saved import Saved, read_saved
 from budgetformer.engine.tokenizer import FolderTokenizer
+from budgetformer.engine.twin_path import TwinPath
 from budgetformer.engine.weights import Weights, read_weights
 from budgetformer.errors import UsageError
 from budgetformer.tokens import Tokens, longest_input, tokenise
@@ -288,15 +289,22 @@ def choose(weights: Weights, dtype: str, path: str = "auto", threads: int | None
             dtype = "fp32"
         from budgetformer.engine.torch_path import TorchPath
 
-        made: Path = TorchPath(weights, dtype, threads=threads)
+        def made(of: Weights) -> Path:
+            return TorchPath(of, dtype, threads=threads)
     else:
         name = path if path != "auto" else next((p for p in native.paths() if native.has(p, dtype)), native.paths()[0])
         if name in native.paths() and not native.has(name, dtype):
             reasons.append(f"{dtype} needs instructions that {name} does not have, so fp32 is used")
             dtype = "fp32"
-        made = native.NativePath(weights, dtype, name, threads=threads)
-    note = f"engine: {made.name}, {made.dtype}, {threads} thread{'s' * (threads > 1)}"
-    return made, note + "".join(f"; {reason}" for reason in reasons)
+
+        def made(of: Weights) -> Path:
+            return native.NativePath(of, dtype, name, threads=threads)
+
+    chosen = made(weights)
+    if weights.twin is not None:
+        chosen = TwinPath(chosen, made(weights.twin), weights)
+    note = f"engine: {chosen.name}, {chosen.dtype}, {threads} thread{'s' * (threads > 1)}"
+    return chosen, note + "".join(f"; {reason}" for reason in reasons)
 
 
 def physical_cores() -> int:

@@ -35,6 +35,13 @@ class Packed:
         """Tokens of each input: int32 (batch,)."""
         return np.diff(self.offsets)
 
+    def of_inputs(self, some: np.ndarray) -> "Packed":
+        """Some of the inputs, in their order. some: bool (batch,)."""
+        lengths = self.lengths
+        tokens = np.repeat(some, lengths)
+        offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths[some], dtype=np.int32)])
+        return Packed(self.ids[tokens], offsets, None if self.types is None else self.types[tokens])
+
     @classmethod
     def of(cls, inputs: Sequence[Tokens]) -> "Packed":
         """The inputs in their order. Types are kept when any input has them; one without is all type 0.

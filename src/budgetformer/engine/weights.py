@@ -8,7 +8,7 @@ replaced by renaming, as `save_pretrained` does, and never written over in place
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class Weights:
     """A model, checked: every tensor that its configuration needs is there, has its shape, and is finite.
 
     labels: names of the classes in the model's order. head_hidden: activation of the classifier's dense layer, None
-    without one. tensors: float32, C-contiguous, one for each name of `shapes`; not to be written to.
+    without one. tensors: float32, C-contiguous, one for each name of `shapes`; not to be written to. twin: the dense
+    twin on the same embeddings, where the model keeps one for second answers.
     """
 
     encoder: EncoderConfig
@@ -46,6 +47,7 @@ class Weights:
     pooling: str
     head_hidden: str | None
     tensors: dict[str, np.ndarray]
+    twin: "Weights | None" = None
 
 
 def shapes(
@@ -129,8 +131,23 @@ def read_weights(folder: str | Path) -> Weights:
         if value not in allowed:
             named = ", ".join(map(str, allowed))
             raise ModelFolderError(f"{path}: {name} is {str(value)[:40]!r}, not one of {named}; restore the file")
-    tensors = _read_tensors(folder / "model.safetensors", shapes(encoder, budget, len(labels), head_hidden))
-    return Weights(encoder, budget, labels, problem_type, pooling, head_hidden, tensors)
+    rest = (labels, problem_type, pooling, head_hidden)
+    needed = shapes(encoder, budget, len(labels), head_hidden)
+    if budget.second == "self":
+        return Weights(encoder, budget, *rest, _read_tensors(folder / "model.safetensors", needed))
+    dense = replace(encoder, kept_heads=None, kept_blocks=None), BudgetConfig()
+    of_twin = shapes(*dense, len(labels), head_hidden)
+    held = needed | {_of_twin(name): shape for name, shape in of_twin.items()}
+    tensors = _read_tensors(folder / "model.safetensors", held)
+    twin = Weights(*dense, *rest, {name: tensors[_of_twin(name)] for name in of_twin})
+    return Weights(encoder, budget, *rest, {name: tensors[name] for name in needed}, twin)
+
+
+def _of_twin(name: str) -> str:
+    """Under which name the file holds a tensor of the twin; the embeddings are the model's own."""
+    if name.startswith("embeddings."):
+        return name
+    return f"twin.{name}" if name.startswith("classifier.") else f"twin.encoder.{name}"
 
 
 def _check_format(value: Any, path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from budgetformer.engine.engine import Engine
-from budgetformer.engine.native import NativePath
 from budgetformer.engine.packed import left
 from budgetformer.engine.saved import Saved, write_saved
 from budgetformer.engine.tuning import agreement, decided
@@ -39,8 +38,8 @@ def export(
 ) -> dict[str, Any]:
     """Write the model in `folder` without the units that a share of at most `min_use` of the texts chooses.
 
-    Use is that of first answers with the learned budget; a second answer, where the model gives one, runs all that is
-    left. Every layer keeps its most used head and block at least.
+    Use is that of first answers with the learned budget. A second answer, where the model gives one, runs all that is
+    left; that of a kept twin stays as it was, since nothing of the twin is cut. Every layer keeps its most used head and block at least.
 
     into: a new folder. Returns the report that is kept there as export.json: what was cut, labels and logits of the
     texts before and after, sizes before and after (of packed weights where compiled kernels compute).
@@ -139,5 +138,5 @@ def _cut(kept: list[list[int]], units: int) -> list[list[int]]:
 
 def _memory(*engines: Engine) -> dict[str, list[int]]:
     """Bytes of the packed weights, where kernels compute."""
-    sizes = [engine.path.resident_bytes for engine in engines if isinstance(engine.path, NativePath)]
-    return {"memory_bytes": sizes} if sizes else {}
+    sizes = [getattr(engine.path, "resident_bytes", None) for engine in engines]
+    return {} if None in sizes else {"memory_bytes": cast("list[int]", sizes)}

@@ -33,7 +33,8 @@ from budgetformer.settings import PredictSettings, TrainSettings
 
 ABOUT = "sklearn.json"  # what scikit-learn knows and a model folder does not: the labels' own type, the parameters
 SAME = (  # parameters that are settings of `budgetformer train` under the same name
-    *("model", "target_budget", "scope", "ffn_blocks", "relevance", "first_share", "whole_share", "levels"),
+    *("model", "target_budget", "scope", "ffn_blocks", "relevance"),
+    *("second_answers", "first_share", "whole_share", "levels"),
     *("max_length", "pooling", "freeze_embeddings"),
     *("epochs", "dense_epochs", "recovery_epochs", "batch_size", "learning_rate", "recovery_rate"),
     *("router_learning_rate", "weight_decay", "warmup_ratio"),
@@ -68,6 +69,7 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         scope="heads",
         ffn_blocks=24,
         relevance=None,
+        second_answers=None,
         first_share=None,
         whole_share=None,
         levels=None,
@@ -100,6 +102,7 @@ class BudgetFormerClassifier(ClassifierMixin, BaseEstimator):
         self.scope = scope
         self.ffn_blocks = ffn_blocks
         self.relevance = relevance
+        self.second_answers = second_answers
         self.first_share = first_share
         self.whole_share = whole_share
         self.levels = levels

@@ -12,7 +12,8 @@ from budgetformer.report.wording import last_name, markdown, percent, plain, wit
 DEMO = {"model": "sentence-transformers/all-MiniLM-L6-v2", "data": "Banking77"}
 NAMED_LABELS = 100  # more are counted, not named
 TRAINING = (
-    *("target_budget", "scope", "ffn_blocks", "grouping", "relevance", "first_share", "whole_share", "levels"),
+    *("target_budget", "scope", "ffn_blocks", "grouping", "relevance"),
+    *("second_answers", "first_share", "whole_share", "levels"),
     *("estimator", "distillation", "distillation_temperature", "epochs", "dense_epochs", "recovery_epochs"),
     *("batch_size", "learning_rate", "recovery_rate", "router_learning_rate", "weight_decay", "warmup_ratio"),
     *("label_smoothing", "class_weights", "max_length", "pooling", "freeze_embeddings", "seed", "quick"),

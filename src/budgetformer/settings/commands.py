@@ -18,6 +18,7 @@ from budgetformer.config import (
     POOLINGS,
     PRESETS,
     RELEVANCES,
+    SECONDS,
     SCOPES,
 )
 from budgetformer.errors import UsageError
@@ -186,6 +187,11 @@ class TrainSettings(Checked):
         "whose order the units have: learned, of each text, or fixed, of the dense twin's importance "
         "[default: fixed with heads+blocks, else learned]",
     )
+    second_answers: str | None = in_budget(
+        optional(one_of(*SECONDS)),
+        "whose units answer again, and all budgets of 1, with heads+blocks: self, the model's own, or twin, the dense "
+        "twin's, kept in the model's folder [default: twin with frozen embeddings, else self]",
+    )
     first_share: float | None = in_budget(
         optional(SHARE),
         "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
@@ -193,12 +199,12 @@ class TrainSettings(Checked):
     )
     whole_share: float | None = in_budget(
         optional(number(0, 1, below=True)),
-        "share of the steps that train every unit, when there are second answers "
+        "share of the steps that train each level, and every unit, where second answers are the model's own "
         "[default: 0.13 where the order is fixed, else 0.2]",
     )
     levels: str | None = in_budget(
         optional(list_of_shares()),
-        "budgets that as many steps train each [default: 0.6 of the target and its double, where the order is fixed]",
+        "budgets that the model is trained at besides [default: 0.6 of the target and its double, where the order is fixed]",
         example="0.15,0.5",
     )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")

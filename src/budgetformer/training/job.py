@@ -148,14 +148,23 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
     if levels is None:
         levels = tuple(round(level, 4) for level in (FIRST_SHARE * target, 2 * target) if level < 1) if fixed else ()
     whole = settings.whole_share if settings.whole_share is not None else WHOLE_SHARE[relevance]
+    # The twin's layers read the model's embeddings, so those must stay the twin's.
+    frozen = settings.freeze_embeddings and not _scratch(settings)
+    second = settings.second_answers or ("twin" if blocks and (fixed or first < 1) and target < 1 and frozen else "self")
+    if second == "twin" and not frozen:
+        raise UsageError(
+            "second_answers=twin: the twin reads the model's embeddings, and these would be trained away from it; "
+            "freeze them (a pretrained model, without --no-freeze-embeddings) or choose self"
+        )
     return BudgetConfig(
         target=target,
         estimator=settings.estimator,
         scope=settings.scope,
         ffn_blocks=settings.ffn_blocks,
         relevance=relevance,
+        second=second,
         first=first,
-        whole=whole if first < 1 or levels else 0.0,
+        whole=whole if levels or (first < 1 and second == "self") else 0.0,
         levels=levels,
     )
 
@@ -193,6 +202,7 @@ def budgeted_from(
     # The blocks' routers have nothing in a dense twin; they keep their start, all blocks on.
     strange = model.load_state_dict(dense.state_dict(), strict=False)
     assert not strange.unexpected_keys
+    model.keep_twin(dense)
     _freeze(model, settings, routers=False)
     return model
 
@@ -314,12 +324,16 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
 
 def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -> None:
     """What does not learn: the routers of a dense model; pretrained embeddings, of which few texts touch few rows."""
-    scratch = settings.model.startswith("scratch:")
     for name, parameter in model.named_parameters():
         frozen = (routers and ".router." in name) or (
-            settings.freeze_embeddings and not scratch and ".embeddings." in name
+            settings.freeze_embeddings and not _scratch(settings) and ".embeddings." in name
         )
+        frozen |= name.startswith("twin.")
         parameter.requires_grad_(not frozen)
+
+
+def _scratch(settings: TrainSettings) -> bool:
+    return settings.model.startswith("scratch:")
 
 
 def _options(
