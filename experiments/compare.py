@@ -87,6 +87,7 @@ def variant(model, cls, budget=None, **config):
     weights = {k: v for k, v in model.state_dict().items() if ".router." not in k and not k.endswith("profile")}
     made.load_state_dict(weights, strict=False)
     made.budgetformer.encoder.embeddings.requires_grad_(False)
+    made.keep_twin(model)
     return made
 
 

@@ -318,9 +318,14 @@ def settings_of(**named):
 
 def test_blocks_are_trained_in_a_fixed_order_with_second_answers_unless_told_otherwise():
     both = job.budget_of(settings_of(scope="heads+blocks", target_budget=0.25))
-    assert (both.relevance, both.first, both.whole, both.levels) == ("fixed", 1.0, 0.13, (0.15, 0.5))
+    assert (both.relevance, both.second, both.first) == ("fixed", "twin", 0.6)
+    assert (both.whole, both.levels) == (0.3, (0.2, 0.3))
     assert both.may_answer_twice
-    assert job.budget_of(settings_of(scope="heads+blocks", target_budget=0.6)).levels == (0.36,)
+    own = {"scope": "heads+blocks", "second_answers": "self"}
+    itself = job.budget_of(settings_of(**own, target_budget=0.25))
+    assert (itself.relevance, itself.first, itself.whole, itself.levels) == ("fixed", 1.0, 0.13, (0.15, 0.5))
+    assert itself.may_answer_twice
+    assert job.budget_of(settings_of(**own, target_budget=0.6)).levels == (0.36,)
     heads = job.budget_of(settings_of(target_budget=0.25))
     assert (heads.relevance, heads.first, heads.whole, heads.levels) == ("learned", 1.0, 0.0, ())
     assert not heads.may_answer_twice
@@ -393,7 +398,7 @@ def test_the_twin_is_asked_in_the_numbers_of_the_training(monkeypatch, tmp_path,
 
 @pytest.mark.parametrize("first_share", [0.6, None])
 def test_a_fixed_order_is_trained_settled_and_kept(tmp_path, first_share):
-    options = {"epochs": 1, "bf16": "off", "quiet": True, "first_share": first_share}
+    options = {"epochs": 1, "bf16": "off", "quiet": True, "first_share": first_share, "second_answers": "self"}
     asked = settings_of(scope="heads+blocks", target_budget=0.6, ffn_blocks=BLOCKS, **options)
     budget = job.budget_of(asked)
     dense = model_of()

@@ -195,16 +195,17 @@ class TrainSettings(Checked):
     first_share: float | None = in_budget(
         optional(SHARE),
         "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
-        "unsure [default: settled after training where the order is fixed; 0.6 with other blocks, else 1]",
+        "unsure [default: 0.6 with other blocks, else 1; settled anew after training where the order is fixed]",
     )
     whole_share: float | None = in_budget(
         optional(number(0, 1, below=True)),
         "share of the steps that train each level, and every unit, where second answers are the model's own "
-        "[default: 0.13 where the order is fixed, else 0.2]",
+        "[default: 0.3 where the twin answers, 0.13 where the order is fixed, else 0.2]",
     )
     levels: str | None = in_budget(
         optional(list_of_shares()),
-        "budgets that the model is trained at besides [default: 0.6 of the target and its double, where the order is fixed]",
+        "budgets that the model is trained at besides [default, where the order is fixed: 0.8 and 1.2 of the target, "
+        "or 0.6 and 2 without a twin]",
         example="0.15,0.5",
     )
     estimator: str = in_budget(one_of(*ESTIMATORS), f"how gates learn: {', '.join(ESTIMATORS)}", default="soft_topk")

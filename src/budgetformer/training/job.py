@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,28 @@ from budgetformer.training.trainer import without_bar
 
 DIAL = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 QUICK_EPOCHS = 3
-WHOLE_SHARE = {"fixed": 0.13, "learned": 0.2}  # of the steps; each level has as many
-FIRST_SHARE = 0.6  # of the target: what cheap first answers spend
 TIMED_TEXTS, TIMED_ROUNDS = 1000, 5
 INPUTS = ("data", "train_file", "validation_file", "test_file", "unlabelled_file", "model", "dense", "class_weights")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the budget's training does where nothing is told. first: share of the target that first answers spend.
+    levels: budgets trained besides, in targets. whole: share of the steps at each.
+    """
+
+    first: float
+    whole: float
+    levels: tuple[float, ...] = ()
+
+
+# By whose order the units have and who gives second answers; the log has the figures behind them.
+RECIPES = {
+    ("fixed", "twin"): Recipe(first=0.6, whole=0.3, levels=(0.8, 1.2)),
+    ("fixed", "self"): Recipe(first=1.0, whole=0.13, levels=(0.6, 2.0)),  # settling may find cheaper first answers
+    ("learned", "twin"): Recipe(first=0.6, whole=0.0),
+    ("learned", "self"): Recipe(first=0.6, whole=0.2),
+}
 
 
 def train(settings: TrainSettings, echo: Callable[[str], None]) -> dict[str, Any]:
@@ -142,30 +160,28 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
     """
     blocks, target = settings.scope == "heads+blocks", settings.target_budget
     relevance = settings.relevance or ("fixed" if blocks else "learned")
-    fixed = relevance == "fixed"
-    first = settings.first_share or (FIRST_SHARE if blocks and not fixed and target < 1 else 1.0)
-    levels = listed(settings.levels) if settings.levels else None
-    if levels is None:
-        levels = tuple(round(level, 4) for level in (FIRST_SHARE * target, 2 * target) if level < 1) if fixed else ()
-    whole = settings.whole_share if settings.whole_share is not None else WHOLE_SHARE[relevance]
-    # The twin's layers read the model's embeddings, so those must stay the twin's.
-    frozen = settings.freeze_embeddings and not _scratch(settings)
-    second = settings.second_answers or ("twin" if blocks and (fixed or first < 1) and target < 1 and frozen else "self")
-    if second == "twin" and not frozen:
+    second = settings.second_answers or ("twin" if blocks and target < 1 and _frozen(settings) else "self")
+    if second == "twin" and not _frozen(settings):
         raise UsageError(
             "second_answers=twin: the twin reads the model's embeddings, and these would be trained away from it; "
             "freeze them (a pretrained model, without --no-freeze-embeddings) or choose self"
         )
+    usual = RECIPES[relevance, second]
+    first = settings.first_share or (usual.first if blocks and target < 1 else 1.0)
+    levels = [round(share * target, 4) for share in usual.levels]
+    if settings.levels:
+        levels = listed(settings.levels)
+    whole = usual.whole if settings.whole_share is None else settings.whole_share
     return BudgetConfig(
         target=target,
         estimator=settings.estimator,
         scope=settings.scope,
         ffn_blocks=settings.ffn_blocks,
         relevance=relevance,
-        second=second,
+        second=second if relevance == "fixed" or first < 1 else "self",
         first=first,
         whole=whole if levels or (first < 1 and second == "self") else 0.0,
-        levels=levels,
+        levels=[level for level in levels if level < 1],
     )
 
 
@@ -325,15 +341,14 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
 def _freeze(model: torch.nn.Module, settings: TrainSettings, *, routers: bool) -> None:
     """What does not learn: the routers of a dense model; pretrained embeddings, of which few texts touch few rows."""
     for name, parameter in model.named_parameters():
-        frozen = (routers and ".router." in name) or (
-            settings.freeze_embeddings and not _scratch(settings) and ".embeddings." in name
-        )
+        frozen = (routers and ".router." in name) or (_frozen(settings) and ".embeddings." in name)
         frozen |= name.startswith("twin.")
         parameter.requires_grad_(not frozen)
 
 
-def _scratch(settings: TrainSettings) -> bool:
-    return settings.model.startswith("scratch:")
+def _frozen(settings: TrainSettings) -> bool:
+    """Whether the embeddings stay as they are: those of a pretrained encoder, unless told otherwise."""
+    return settings.freeze_embeddings and not settings.model.startswith("scratch:")
 
 
 def _options(
