@@ -257,7 +257,9 @@ def test_a_compact_folder_keeps_the_whole_twin(folders, tmp_path):
 
 
 def settings(**changes):
-    return TrainSettings(data="x.csv", output_dir="x", model="demo", scope="heads+blocks", target_budget=0.25, **changes)
+    return TrainSettings(
+        data="x.csv", output_dir="x", model="demo", scope="heads+blocks", target_budget=0.25, **changes
+    )
 
 
 def test_the_twin_answers_by_default_where_the_embeddings_stay_its_own():

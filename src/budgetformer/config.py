@@ -92,7 +92,11 @@ class BudgetConfig:
         need("levels", shares, "every level is a share of the units, so it must lie in (0, 1)")
         need("second", self.second in SECONDS, f"choose one of {', '.join(SECONDS)}")
         paid = self.second == "self" or self.scope == "heads+blocks"
-        need("second", paid, 'the twin runs whole layers, so the budget must be of whole layers too: scope="heads+blocks"')
+        need(
+            "second",
+            paid,
+            'the twin runs whole layers, so the budget must be of whole layers too: scope="heads+blocks"',
+        )
         room = not self.levels or 0.0 < self.whole * self.taught < 1.0
         need("levels", room, f"each takes whole={self.whole} of the steps, and some must be left; change whole")
         need("relevance", self.relevance in RELEVANCES, f"choose one of {', '.join(RELEVANCES)}")

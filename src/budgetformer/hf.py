@@ -321,21 +321,20 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             budget = self._next_level()
             routed = budget is None
         inputs = (input_ids, keep, token_type_ids)
-        whole = self._whole(budget, keep)
+        whole = self._of_twin(budget, keep)
         again = None
-        if bool(whole.all()):
+        if whole is not None and len(whole) == len(keep):
             out, logits = self._every_unit(inputs, options)
         else:
             out = self.budgetformer.encode(*inputs, budget=budget, gates=gates, blocks=blocks, **options)
             logits = self.classifier(out.hidden, keep)
-            rows = whole.nonzero()[:, 0]
             if routed and not self.training and budget_config.cascade > 0:
                 sure = margins(logits, multi_label=self.config.problem_type == MULTI_LABEL)
-                rows = again = (sure < budget_config.cascade).nonzero()[:, 0]
-            if len(rows):
-                part = tuple(None if tensor is None else tensor[rows] for tensor in inputs)
+                whole = again = (sure < budget_config.cascade).nonzero()[:, 0]
+            if whole is not None and len(whole):
+                part = tuple(None if tensor is None else tensor[whole] for tensor in inputs)
                 second, later = self._every_unit(part, options)
-                out, logits = _merged(out, second, rows), logits.index_copy(0, rows, later)
+                out, logits = _merged(out, second, whole), logits.index_copy(0, whole, later)
         parts = None
         if labels is not None:
             parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed)
@@ -356,14 +355,16 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
         levels = () if config.whole == 0 else config.levels if self.twin is not None else (1.0, *config.levels)
         return next((level for i, level in enumerate(levels, start=1) if point < i * config.whole), None)
 
-    def _whole(self, budget: float | Tensor | None, keep: Tensor) -> Tensor:
-        """Inputs whose named budget buys every unit, bool (batch,), where that is the twin's to answer."""
+    def _of_twin(self, budget: float | Tensor | None, keep: Tensor) -> Tensor | None:
+        """The places of the inputs whose named budget buys every unit, where those are the twin's to answer."""
         if self.twin is None or budget is None or self.training:
-            return keep.new_zeros(len(keep))
+            return None
         named = check_budget(budget, len(keep), keep.device)
         heads, blocks = self.budgetformer.encoder.counts(named, keep.sum(1))
         whole = (heads == self.config.num_heads).all(1)
-        return whole if blocks is None else whole & (blocks == self.config.budget_config.blocks).all(1)
+        if blocks is not None:
+            whole &= (blocks == self.config.budget_config.blocks).all(1)
+        return whole.nonzero()[:, 0]
 
     def _every_unit(self, inputs: tuple, options: dict[str, Any]) -> tuple[EncoderOutput, Tensor]:
         """What every unit says: encoding and logits, of the twin where the model has it."""

@@ -5,6 +5,7 @@ below knows of the other.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -59,29 +60,30 @@ class TwinPath:
             return self.own.run(batch, need_hidden=need_hidden, **given)
         full = (call.counts == self.weights.encoder.num_heads) & (call.block_counts == self.weights.budget.blocks)
         whole = full.all(1)
-        parts = []
-        if not whole.all():
-            rest, counts, block_counts = (batch.of_inputs(~whole), call.counts[~whole], call.block_counts[~whole])
-            parts.append(self.own.run(rest, counts=counts, block_counts=block_counts, need_hidden=need_hidden))
-        if whole.any():
-            out = self.twin.run(batch.of_inputs(whole), need_hidden=need_hidden)
-            every = np.ones((len(out.logits), self.weights.encoder.num_layers, self.weights.budget.blocks), np.uint8)
-            parts.append(replace(out, blocks=every))
-        return parts[0] if len(parts) == 1 else _joined(*parts, whole, np.diff(call.offsets))
+        if whole.all():
+            return self._every_unit(batch, need_hidden)
+        if not whole.any():
+            return self.own.run(batch, need_hidden=need_hidden, **given)
+        rest, named = batch.of_inputs(~whole), {"counts": call.counts, "block_counts": call.block_counts}
+        some = self.own.run(rest, need_hidden=need_hidden, **{name: counts[~whole] for name, counts in named.items()})
+        return joined(some, self._every_unit(batch.of_inputs(whole), need_hidden), whole, batch.lengths)
+
+    def _every_unit(self, batch: Packed, need_hidden: bool) -> Output:
+        out = self.twin.run(batch, need_hidden=need_hidden)
+        shape = (len(batch), self.weights.encoder.num_layers, self.weights.budget.blocks)
+        return replace(out, blocks=np.ones(shape, np.uint8))
 
 
-def _joined(rest: Output, answered: Output, whole: np.ndarray, lengths: np.ndarray) -> Output:
-    """The outputs of both in the order of the batch. whole: bool (batch,), whom the second one answers."""
+def joined(rest: Output, others: Output, which: np.ndarray, lengths: np.ndarray) -> Output:
+    """Two outputs in the order of one batch. which: bool (batch,), the inputs of `others`; lengths: tokens of each."""
 
-    def joined(name: str, second: np.ndarray) -> np.ndarray | None:
-        parts = getattr(rest, name), getattr(answered, name)
-        if parts[0] is None:
+    def both(name: str, second: np.ndarray) -> Any:
+        first, later = getattr(rest, name), getattr(others, name)
+        if first is None:
             return None
-        both = np.empty((len(second), *parts[0].shape[1:]), parts[0].dtype)
-        both[~second], both[second] = parts
-        return both
+        made = np.empty((len(second), *first.shape[1:]), first.dtype)
+        made[~second], made[second] = first, later
+        return made
 
-    of_tokens = np.repeat(whole, lengths)
-    return Output(  # pyright: ignore[reportArgumentType]
-        **{field.name: joined(field.name, of_tokens if field.name == "hidden" else whole) for field in fields(Output)}
-    )
+    places = {"hidden": np.repeat(which, lengths)}
+    return Output(**{field.name: both(field.name, places.get(field.name, which)) for field in fields(Output)})

@@ -39,7 +39,8 @@ def export(
     """Write the model in `folder` without the units that a share of at most `min_use` of the texts chooses.
 
     Use is that of first answers with the learned budget. A second answer, where the model gives one, runs all that is
-    left; that of a kept twin stays as it was, since nothing of the twin is cut. Every layer keeps its most used head and block at least.
+    left; the twin's stays as it was, since nothing of a kept twin is cut. Every layer keeps its most used head and
+    block at least.
 
     into: a new folder. Returns the report that is kept there as export.json: what was cut, labels and logits of the
     texts before and after, sizes before and after (of packed weights where compiled kernels compute).

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from budgetformer import flops
+from budgetformer.config import BudgetConfig
 from budgetformer.encoder import EncoderLayer
 from budgetformer.engine.engine import Engine, physical_cores
 from budgetformer.engine.tuning import agreement, decided
@@ -46,6 +47,7 @@ NOTE = (
     "Every row of attention_mask needs a 1."
 )
 FIRST_ONLY = " A second answer for unsure inputs is not in the graph."
+OWN_ONLY = " The dense twin that answers at a budget of 1 is not in the graph: there, its own units do."
 
 
 def export(
@@ -92,10 +94,15 @@ def export(
         **found,
         "bytes": sum(path.stat().st_size for path in into.glob(f"{GRAPH}*")),
         "max_length": engine.max_length,
-        "note": NOTE + FIRST_ONLY * (engine.weights.budget.cascade > 0),
+        "note": note_of(engine.weights.budget),
     }
     (into / "export.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def note_of(budget: BudgetConfig) -> str:
+    """What a graph of a model with this budget does, and what of the model it leaves out."""
+    return NOTE + FIRST_ONLY * (budget.cascade > 0) + OWN_ONLY * (budget.second == "twin")
 
 
 def write_graph(model: BudgetFormerForSequenceClassification, path: Path) -> None:
@@ -131,7 +138,7 @@ def write_graph(model: BudgetFormerForSequenceClassification, path: Path) -> Non
     program.model.graph.register_initializer(budget)
     for node in program.model.graph:
         node.metadata_props.clear()  # traces of the exporting program, with this machine's paths
-    program.model.metadata_props["budgetformer"] = NOTE + FIRST_ONLY * (model.config.budget_config.cascade > 0)
+    program.model.metadata_props["budgetformer"] = note_of(model.config.budget_config)
     program.save(path, external_data=True)
 
 

@@ -18,8 +18,8 @@ from budgetformer.config import (
     POOLINGS,
     PRESETS,
     RELEVANCES,
-    SECONDS,
     SCOPES,
+    SECONDS,
 )
 from budgetformer.errors import UsageError
 from budgetformer.settings.rules import (

@@ -168,9 +168,9 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
         )
     usual = RECIPES[relevance, second]
     first = settings.first_share or (usual.first if blocks and target < 1 else 1.0)
-    levels = [round(share * target, 4) for share in usual.levels]
-    if settings.levels:
-        levels = listed(settings.levels)
+    levels = listed(settings.levels) if settings.levels else None
+    if levels is None:
+        levels = tuple(level for level in (round(share * target, 4) for share in usual.levels) if level < 1)
     whole = usual.whole if settings.whole_share is None else settings.whole_share
     return BudgetConfig(
         target=target,
@@ -181,7 +181,7 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
         second=second if relevance == "fixed" or first < 1 else "self",
         first=first,
         whole=whole if levels or (first < 1 and second == "self") else 0.0,
-        levels=[level for level in levels if level < 1],
+        levels=levels,
     )
 
 
