@@ -133,6 +133,7 @@ def main():
     parser.add_argument("--recovery-batch", type=int, default=32, help="their texts per step")
     parser.add_argument("--recovery-rate", type=float, help="their learning rate, in place of --learning-rate")
     parser.add_argument("--targets", default="0.5,0.25,0.1")
+    parser.add_argument("--also", default="", help="budgets that second answers of the same model are settled for too")
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--unlabelled", type=int, help="texts beyond them that the dense model answers for everybody")
@@ -225,6 +226,11 @@ def main():
         seconds = time.time() - start
         if name.startswith("budgeted"):
             settle(model, data)
+        for target in map(float, filter(None, args.also.split(",") if name.startswith("budgeted") else ())):
+            other, spent = copy.deepcopy(model), model.config.budget_config.first_target
+            other.config.budget = {**other.config.budget, "target": target, "first": spent / target}
+            settle_cascade(other, held)
+            measure(f"budgeted@{target}", other, seconds)
         if model.config.budget_config.may_answer_twice:
             for budget in (None, 1.0, *model.config.budget_config.levels):
                 label = {None: "routed", 1.0: "whole"}.get(budget, budget)
