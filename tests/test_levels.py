@@ -356,7 +356,8 @@ def test_levels_that_are_no_shares_are_refused(wrong):
 @pytest.mark.parametrize(
     ("named", "epochs", "rate"),
     [
-        ({"scope": "heads+blocks"}, 6, 2e-3),
+        ({"scope": "heads+blocks"}, 9, 2e-3),
+        ({"scope": "heads+blocks", "second_answers": "self"}, 6, 2e-3),
         ({"scope": "heads+blocks", "recovery_epochs": 5, "recovery_rate": 4e-3}, 5, 4e-3),
         ({"scope": "heads+blocks", "relevance": "learned"}, 3, 1e-3),
         ({}, 3, 1e-3),

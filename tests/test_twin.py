@@ -1,6 +1,7 @@
 """A model that keeps its dense twin: whoever is to have every unit gets the twin's answer, wherever it is computed."""
 
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from budgetformer import flops, metrics
+from budgetformer.cli.app import main
 from budgetformer.config import BudgetConfig
 from budgetformer.engine import Engine
 from budgetformer.engine.packed import Packed
+from budgetformer.engine.saved import read_saved
+from budgetformer.engine.tuning import measure, pick, tune
 from budgetformer.engine.twin_path import TwinPath
 from budgetformer.errors import ModelFolderError, UsageError
 from budgetformer.hf import BudgetFormerForSequenceClassification
@@ -18,7 +22,7 @@ from budgetformer.ports import compact
 from budgetformer.router import margins
 from budgetformer.settings import TrainSettings
 from budgetformer.text import Encoded
-from budgetformer.tokens import Tokens
+from budgetformer.tokens import Tokens, tokenise
 from budgetformer.training import job
 from budgetformer.training.importance import block_cost, fix_order
 from budgetformer.training.settling import settle_cascade
@@ -27,6 +31,18 @@ from engine_helpers import NATIVE
 
 KEPT = {"target": 0.4, "scope": "heads+blocks", "ffn_blocks": 4, "second": "twin", "relevance": "fixed"}
 SIZES = {"intermediate_size": 128, "num_labels": 4, "initializer_range": 0.5, "dropout": 0.0}
+WORDS = [
+    "lost my card",
+    "where is the money",
+    "blue",
+    "never came why",
+    "the the card is lost",
+    "my card",
+    "why why",
+    "money never came",
+    "transfer money",
+    "the card",
+]
 LENGTHS = [5, 3, 9, 1, 7, 4, 9, 2, 6, 8, 3, 5]
 
 
@@ -232,6 +248,34 @@ def test_budgets_of_one_beside_others_are_put_back_in_their_places(folders):
         engine.run(Packed.of(tokens), counts=np.ones((3, 3), int), block_counts=np.ones((12, 3), int))
 
 
+def test_tuning_tries_other_margins_and_uses_the_one_it_picks(folders, capsys):
+    folder, *_ = folders
+    engine = Engine.load(folder, threads=1)
+    tokens = tokenise(engine.tokenizer, WORDS, max_length=engine.max_length)
+    points = [point for point in measure(engine, tokens, None, [0.5]) if point.margin is not None]
+    assert [point.budget for point in points] == [None] * len(points)
+    assert [point.margin for point in points] == sorted({point.margin for point in points})
+    for lower, higher in pairwise(points):
+        assert lower.units_share <= higher.units_share
+        assert lower.agreement <= higher.agreement, "who is asked again agrees with the full model"
+    assert points[0].margin == 0.0
+    assert points[-1].units_share - points[0].units_share == pytest.approx(0.7, abs=0.1)
+    chosen = tune(engine, WORDS, max_accuracy_loss=0.1, budgets=[0.5])
+    assert (engine.budget, engine.margin) == (chosen.budget, chosen.margin)
+    assert chosen in read_saved(folder).curve
+    full = engine.predict(WORDS, budget=1.0).labels
+    assert np.mean([a == b for a, b in zip(engine.predict(WORDS).labels, full, strict=True)]) >= 0.9
+    (folder / "words.csv").write_text("text\n" + "\n".join(WORDS) + "\n", encoding="utf-8")
+    asked = ["tune", "--model", str(folder), "--data", str(folder / "words.csv"), "--max-accuracy-loss", "0.2"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    point = pick(read_saved(folder).curve, None, 0.2)
+    if point.margin is not None:
+        assert f"use --margin {point.margin:g};" in said
+    else:
+        assert "use --budget" in said
+
+
 def test_a_folder_that_lost_a_tensor_of_the_twin_is_refused_by_name(folders):
     folder, *_ = folders
     tensors = load_file(folder / "model.safetensors")
@@ -244,10 +288,9 @@ def test_a_folder_that_lost_a_tensor_of_the_twin_is_refused_by_name(folders):
 @pytest.mark.skipif(not NATIVE, reason="memory is counted where kernels compute")
 def test_a_compact_folder_keeps_the_whole_twin(folders, tmp_path):
     folder, dense_folder, _ = folders
-    words = ["lost my card", "where is the money", "blue", "never came why", "the the card is lost"]
-    report = compact.export(folder, tmp_path / "small", words, min_agreement=0.0)
+    report = compact.export(folder, tmp_path / "small", WORDS, min_agreement=0.0)
     small, dense = Engine.load(tmp_path / "small"), Engine.load(dense_folder)
-    assert np.array_equal(small.predict(words, budget=1.0).output.logits, dense.predict(words).output.logits)
+    assert np.array_equal(small.predict(WORDS, budget=1.0).output.logits, dense.predict(WORDS).output.logits)
     assert report["largest_difference"] == 0.0, "first answers chose nothing that was cut, second ones lost nothing"
     assert report["memory_bytes"][1] < report["memory_bytes"][0]
     shutil.rmtree(tmp_path / "small")

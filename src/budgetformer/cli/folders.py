@@ -115,7 +115,7 @@ def tune(settings: TuneSettings, sources: Sources) -> int:
     if len(rows) > settings.limit:
         rows = rows.at([i * len(rows) // settings.limit for i in range(settings.limit)])
     texts, pairs = texts_of(rows)
-    budget = pick(
+    chosen = pick(
         engine,
         texts,
         _names(engine, rows, settings.label_separator),
@@ -125,10 +125,13 @@ def tune(settings: TuneSettings, sources: Sources) -> int:
     )
     saved = engine.saved
     if settings.json:
-        show({"budget": budget, "tuned_on": saved.tuned_on, "curve": [asdict(point) for point in saved.curve]})
+        way = {"budget": chosen.budget, "margin": chosen.margin}
+        show({**way, "tuned_on": saved.tuned_on, "curve": [asdict(point) for point in saved.curve]})
         return 0
-    show(report.curve(saved.curve, budget))
-    use = "no --budget: what the model learned" if budget is None else f"--budget {budget:g}"
+    show(report.curve(saved.curve, chosen))
+    use = "no --budget: what the model learned" if chosen.budget is None else f"--budget {chosen.budget:g}"
+    if chosen.margin is not None:
+        use = f"--margin {chosen.margin:g}"
     print(f"\nuse {use}; the curve is kept in {settings.model}")
     return 0
 

@@ -21,7 +21,8 @@ FILE = "engine.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One budget, measured. budget None is the learned one.
+    """One budget, measured. budget None is the learned one. margin: under which texts were answered again; None: as
+    learned, and no text beside a named budget.
 
     head_share: mean share of heads that ran. units_share: counted FLOPs of the units that ran, heads and feed-forward
     blocks, over those of all that have a budget. ms_per_text: median over rounds. agreement: share of texts with the
@@ -34,6 +35,7 @@ class Point:
     ms_per_text: float
     agreement: float
     accuracy: float | None = None
+    margin: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from budgetformer.engine.budgets import margins
 from budgetformer.engine.counting import counted
 from budgetformer.engine.engine import Engine, choose
 from budgetformer.engine.packed import Output
@@ -16,7 +17,10 @@ from budgetformer.errors import BudgetFormerError, UsageError
 from budgetformer.tokens import Tokens, tokenise
 
 BUDGETS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+AGAIN = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # shares of the sample that second answers are tried for
 ROUNDS = 5
+
+Way = tuple[float | None, float | None]  # a budget and a margin, as `Point` has them
 
 
 class TargetNotMet(BudgetFormerError):
@@ -33,15 +37,16 @@ def tune(
     max_accuracy_loss: float | None = None,
     budgets: Sequence[float] = BUDGETS,
     save: bool = True,
-) -> float | None:
+) -> Point:
     """Pick a budget on a sample, make it the engine's own, and keep the curve in the model folder.
 
     max_ms_per_text: the most accurate budget that takes no longer; of equally accurate ones the fastest.
     max_accuracy_loss: the budget that runs the smallest share of the units' FLOPs (heads, and feed-forward blocks where
     they have a budget) and loses no more accuracy (a share, 0.01 is a point) than this against every unit on; without
     labels, agreement with every unit on takes the place of accuracy. One of the two is given.
-    The learned budget is measured beside the named ones, and may be the answer: then None is returned. labels: the name
-    of each text's class, of a multi-label model the names of its classes.
+    The learned budget is measured beside the named ones, and so are, of a model that answers twice, its first answers
+    with other margins; they may be the answer, and their points have the budget None. labels: the name of each text's
+    class, of a multi-label model the names of its classes.
 
     Raises:
         UsageError: neither or both limits, no texts, labels the model does not know, or as many as there are not texts.
@@ -59,7 +64,7 @@ def tune(
     tokens = tokenise(engine.tokenizer, texts, pairs, max_length=engine.max_length)
     points = measure(engine, tokens, truth, budgets)
     chosen = pick(points, max_ms_per_text, max_accuracy_loss)
-    engine.budget, engine.margin = chosen.budget, None
+    engine.budget, engine.margin = chosen.budget, chosen.margin
     if save and engine.folder is not None:
         where = {
             "texts": len(texts),
@@ -70,7 +75,7 @@ def tune(
         }
         engine.saved = replace(engine.saved, curve=tuple(points), tuned_on=where)
         write_saved(engine.folder, engine.saved)
-    return chosen.budget
+    return chosen
 
 
 def _truth(engine: Engine, labels: Sequence[str] | Sequence[Sequence[str]]) -> np.ndarray:
@@ -89,34 +94,44 @@ def _truth(engine: Engine, labels: Sequence[str] | Sequence[Sequence[str]]) -> n
 def measure(
     engine: Engine, tokens: Sequence[Tokens], truth: np.ndarray | None, budgets: Sequence[float]
 ) -> list[Point]:
-    """Accuracy, agreement and time at the learned budget (where there is one) and at each named one.
+    """Accuracy, agreement and time at the learned budget (where there is one), at its first answers with other margins
+    (where it has second ones), and at each named budget.
 
     truth: the right answers, as `decided` gives them. Rounds are interleaved, so that what else the machine does falls
     on all alike; times are medians.
     """
-    named: list[float | None] = [*sorted(set(budgets) | {1.0})]
-    if engine.weights.budget.routes:
-        named = [None, *named]
     plain = replace(engine, budget=None, margin=None)
-    outputs = {budget: plain.forward(tokens, budget=budget) for budget in named}
-    seconds: dict[float | None, list[float]] = {budget: [] for budget in named}
+    ways: list[Way] = [(budget, None) for budget in sorted(set(budgets) | {1.0})]
+    if engine.weights.budget.routes:
+        ways = [(None, None), *_margins(plain, tokens), *ways]
+    outputs = {way: plain.forward(tokens, budget=way[0], margin=way[1]) for way in ways}
+    seconds: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
-        for budget in named:
+        for budget, margin in ways:
             start = time.perf_counter()
-            plain.forward(tokens, budget=budget)
-            seconds[budget].append(time.perf_counter() - start)
-    answers = {budget: decided(output.logits, engine.multi_label) for budget, output in outputs.items()}
+            plain.forward(tokens, budget=budget, margin=margin)
+            seconds[budget, margin].append(time.perf_counter() - start)
+    answers = {way: decided(output.logits, engine.multi_label) for way, output in outputs.items()}
     return [
         Point(
-            budget=budget,
-            head_share=round(float(outputs[budget].gates.mean()), 4),
-            units_share=round(units_share(engine, tokens, outputs[budget]), 4),
-            ms_per_text=round(1000 * statistics.median(seconds[budget]) / len(tokens), 5),
-            agreement=round(agreement(answers[budget], answers[1.0]), 4),
-            accuracy=None if truth is None else round(agreement(answers[budget], truth), 4),
+            budget=way[0],
+            margin=way[1],
+            head_share=round(float(outputs[way].gates.mean()), 4),
+            units_share=round(units_share(engine, tokens, outputs[way]), 4),
+            ms_per_text=round(1000 * statistics.median(seconds[way]) / len(tokens), 5),
+            agreement=round(agreement(answers[way], answers[1.0, None]), 4),
+            accuracy=None if truth is None else round(agreement(answers[way], truth), 4),
         )
-        for budget in named
+        for way in ways
     ]
+
+
+def _margins(engine: Engine, tokens: Sequence[Tokens]) -> list[Way]:
+    """Margins that let the shares `AGAIN` of the texts be answered again, where the model was trained for it."""
+    if engine.weights.budget.cascade == 0 and engine.weights.budget.second == "self":
+        return []
+    sure = margins(engine.answer(tokens, margin=0.0).probabilities, engine.multi_label)
+    return [(None, round(float(margin), 6)) for margin in sorted({0.0, *np.quantile(sure, AGAIN[1:])})]
 
 
 def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_loss: float | None) -> Point:
@@ -141,7 +156,8 @@ def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_lo
 
 
 def _named(point: Point) -> str:
-    return "the learned one" if point.budget is None else f"{point.budget:g}"
+    budget = "the learned one" if point.budget is None else f"{point.budget:g}"
+    return budget if point.margin is None else f"{budget} with the margin {point.margin:g}"
 
 
 def units_share(engine: Engine, tokens: Sequence[Tokens], output: Output) -> float:

@@ -228,7 +228,7 @@ def accuracy_by_cost(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
 def accuracy_by_time(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """Several runs in one picture: accuracy against milliseconds per text, points of `tune` by the name of the run.
 
-    A line is the named budgets, a star the learned one.
+    A line is the named budgets, a dotted one first answers with other margins, a star the learned budget.
     """
     figure, ax = _canvas(6.0, 4.3)
     for index, (name, points) in enumerate(curves.items()):
@@ -236,10 +236,13 @@ def accuracy_by_time(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figur
         if not points:  # as above
             continue
         named = sorted((p for p in points if p["budget"] is not None), key=lambda point: point["ms_per_text"])
-        learned = [p for p in points if p["budget"] is None]
+        learned = [p for p in points if p["budget"] is None and p.get("margin") is None]
+        twice = sorted((p for p in points if p.get("margin") is not None), key=lambda point: point["ms_per_text"])
         line = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 5}
         label = plain(name, 40, middle=True)
         ax.plot([p["ms_per_text"] for p in named], [p["accuracy"] for p in named], label=label, **line)
+        times, accuracies = [p["ms_per_text"] for p in twice], [p["accuracy"] for p in twice]
+        ax.plot(times, accuracies, **{**line, "linestyle": ":"})
         ax.scatter([p["ms_per_text"] for p in learned], [p["accuracy"] for p in learned], **_star(colour))
     _accuracy_axes(ax, "milliseconds per text")
     ax.set_xlim(0, 1.05 * max(point["ms_per_text"] for points in curves.values() for point in points))

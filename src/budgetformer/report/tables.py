@@ -176,19 +176,20 @@ def table(metrics: Metrics) -> "Table":
     return drawn
 
 
-def curve(points: "Sequence[Point]", chosen: float | None) -> "Table":
+def curve(points: "Sequence[Point]", chosen: "Point") -> "Table":
     """The budgets of `engine.tuning.tune` for a terminal, the one to use in bold and with an arrow."""
-    drawn = _choices("budget", "heads used", "units' FLOPs", "ms per text", "agreement", "accuracy")
+    drawn = _choices("budget", "margin", "heads used", "units' FLOPs", "ms per text", "agreement", "accuracy")
     for point in points:
         drawn.add_row(
-            "→" if point.budget == chosen else "",
+            "→" if point == chosen else "",
             "learned" if point.budget is None else f"{point.budget:g}",
+            "" if point.margin is None else f"{point.margin:g}",
             percent(point.head_share),
             percent(point.units_share),
             f"{point.ms_per_text:.3f}",
             percent(point.agreement),
             DASH if point.accuracy is None else percent(point.accuracy),
-            style="bold" if point.budget == chosen else "",
+            style="bold" if point == chosen else "",
         )
     return drawn
 

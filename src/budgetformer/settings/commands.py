@@ -220,7 +220,8 @@ class TrainSettings(Checked):
     )
     recovery_epochs: int | None = in_training(
         optional(whole(1)),
-        "the same for the budgeted model [default: twice --epochs where the order is fixed, else --epochs]",
+        "the same for the budgeted model [default: where the order is fixed three times --epochs, or twice without a "
+        "twin, else --epochs]",
     )
     batch_size: int = in_training(whole(1), "texts per step", default=32)
     learning_rate: float = in_training(POSITIVE, "learning rate", default=1e-4)

@@ -39,19 +39,26 @@ INPUTS = ("data", "train_file", "validation_file", "test_file", "unlabelled_file
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the budget's training does where nothing is told. first: share of the target that first answers spend.
-    levels: budgets trained besides, in targets. whole: share of the steps at each.
+    """What training does where nothing is told. first: share of the target that first answers spend. levels: budgets
+    trained besides, in targets. whole: share of the steps at each. dense, budgeted: epochs of the two models, in
+    `epochs`. rate: the budgeted one's learning rate, in that of the other.
     """
 
     first: float
     whole: float
     levels: tuple[float, ...] = ()
+    dense: int = 1
+    budgeted: int = 1
+    rate: float = 1.0
 
 
-# By whose order the units have and who gives second answers; the log has the figures behind them.
+# By whose order the units have and who gives second answers; the log has the figures behind them. A fixed order
+# recovers slowly, and computes only what is on from its first step; its twin must be as good as it gets, since what it
+# does not know it cannot teach.
 RECIPES = {
-    ("fixed", "twin"): Recipe(first=0.6, whole=0.3, levels=(0.8, 1.2)),
-    ("fixed", "self"): Recipe(first=1.0, whole=0.13, levels=(0.6, 2.0)),  # settling may find cheaper first answers
+    ("fixed", "twin"): Recipe(first=0.6, whole=0.3, levels=(0.8, 1.2), dense=2, budgeted=3, rate=2.0),
+    # Settling may find cheaper first answers.
+    ("fixed", "self"): Recipe(first=1.0, whole=0.13, levels=(0.6, 2.0), dense=2, budgeted=2, rate=2.0),
     ("learned", "twin"): Recipe(first=0.6, whole=0.0),
     ("learned", "self"): Recipe(first=0.6, whole=0.2),
 }
@@ -235,7 +242,7 @@ def fit_dense(
 ) -> None:
     """The twin's training, in place: every head on, routers asleep. folder: of the run, for its checkpoints."""
     _freeze(model, settings, routers=True)
-    epochs = settings.dense_epochs or _longer(budget_of(settings)) * settings.epochs
+    epochs = settings.dense_epochs or _recipe(budget_of(settings)).dense * settings.epochs
     options = _options(settings, folder / "checkpoints" / "dense", epochs, keep_checkpoints, settings.learning_rate)
     fit(model, train_rows, validation, options, label="dense twin", echo=echo)
 
@@ -272,13 +279,13 @@ def fit_budgeted(
         if budget.prior > 0:
             heads, blocks = unit_importance(dense, train_rows, blocks=budget.blocks, seed=settings.seed)
             start_routers(budgeted, heads, blocks, train_rows)
-    more = _longer(budget)
+    usual = _recipe(budget)
     options = _options(
         settings,
         folder / "checkpoints" / "budgeted",
-        settings.recovery_epochs or more * settings.epochs,
+        settings.recovery_epochs or usual.budgeted * settings.epochs,
         keep_checkpoints,
-        settings.recovery_rate or more * settings.learning_rate,
+        settings.recovery_rate or usual.rate * settings.learning_rate,
     )
     fitted = fit(budgeted, told, validation, options, label="budgeted", echo=echo)
     if budget.loss == "lagrange":
@@ -288,11 +295,8 @@ def fit_budgeted(
     return budgeted, fitted
 
 
-def _longer(budget: BudgetConfig) -> int:
-    """How many times as long both models train. A fixed order recovers slowly, and computes only what is on from its
-    first step; its twin must be as good as it gets, since what it does not know it cannot teach.
-    """
-    return 2 if budget.relevance == "fixed" else 1
+def _recipe(budget: BudgetConfig) -> Recipe:
+    return RECIPES[budget.relevance, budget.second]
 
 
 @torch.no_grad()
