@@ -94,6 +94,20 @@ FAULTS = (
         ("tests/test_cascade.py",),
     ),
     Fault(
+        "the twin learns with the model",
+        "hf.py",
+        "        if mode and self.twin is not None:",
+        "        if mode and self.twin is not None and self.training:",
+        ("tests/test_twin.py::test_training_leaves_the_twin_and_what_it_reads_as_they_are",),
+    ),
+    Fault(
+        "answers of the twin are not put back in their places",
+        "engine/twin_path.py",
+        "made[~second], made[second] = first, later",
+        "made[: len(first)], made[len(first) :] = first, later",
+        ("tests/test_twin.py::test_budgets_of_one_beside_others_are_put_back_in_their_places",),
+    ),
+    Fault(
         "noise stays on in use",
         "estimators.py",
         "if not training or explore.noise == 0.0:",
@@ -117,10 +131,9 @@ FAULTS = (
     Fault(
         "the routing of the batch before is used",
         "router.py",
-        "            return self._route(pool(x.to(self.scorer.weight.dtype), keep, self.budget.view), explore, count)",
+        "            return self._route(pooled, explore, count)",
         """            stale = vars(self).get("stale")
             if stale is None or len(stale.share) != len(x):
-                pooled = pool(x.to(self.scorer.weight.dtype), keep, self.budget.view)
                 self.stale = stale = self._route(pooled, explore, count)
             return stale""",
         ("tests/test_encoder.py",),
