@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from budgetformer import flops, metrics
 from budgetformer.cli.app import main
 from budgetformer.config import BudgetConfig
+from budgetformer.convert import from_pretrained_encoder
 from budgetformer.engine import Engine
 from budgetformer.engine.packed import Packed
 from budgetformer.engine.saved import read_saved
@@ -101,6 +102,25 @@ def test_a_budget_of_one_is_the_dense_model_and_smaller_ones_are_the_models_own(
     assert torch.equal(found[2::3], expected[2::3])
 
 
+def test_what_ran_for_a_budget_of_one_is_told_alike_whatever_is_beside_it():
+    """Of a model that lost units too: the twin has them all."""
+    for cut in (None, {"kept_heads": [[0], [1, 2], [3]], "kept_blocks": [[0, 1], [2], [3]]}):
+        _, model = pair_of(cut=cut)
+        inputs = ids_and_keep(LENGTHS, 9)
+        with torch.no_grad():
+            whole = model(*inputs, budget=1.0)
+            mixed = model(*inputs, budget=torch.tensor([1.0, 0.4, 0.7] * 4))
+        for name in ("gates", "blocks", "wanted", "head_share"):
+            assert torch.equal(getattr(mixed, name)[::3], getattr(whole, name)[::3]), name
+
+
+def test_units_named_one_by_one_beside_a_budget_of_one_are_the_models_own():
+    _, model = pair_of()
+    inputs = ids_and_keep(LENGTHS, 9)
+    units = {"gates": torch.eye(7)[:3].expand(12, 3, 7), "blocks": torch.eye(4)[:3].expand(12, 3, 4)}
+    assert torch.equal(logits_of(model, *inputs, budget=1.0, **units), logits_of(model, *inputs, **units))
+
+
 def test_second_answers_are_the_dense_models():
     dense, model = pair_of()
     inputs = ids_and_keep(LENGTHS, 9)
@@ -184,6 +204,15 @@ def test_settling_asks_the_twin():
     twice = flops.again(answers.gates, answers.blocks) == 1
     assert 0 < int(twice.sum()) < len(twice)
     assert torch.allclose(answers.logits[twice], whole.logits[twice], atol=1e-5)
+
+
+def test_what_is_made_from_an_encoder_keeps_that_encoder_as_its_twin(folders):
+    _, dense_folder, _ = folders
+    made = from_pretrained_encoder(dense_folder, labels=4, budget=BudgetConfig(**KEPT))
+    itself = BudgetFormerForSequenceClassification(hf_config(BudgetConfig(), **SIZES)).eval()
+    itself.load_state_dict({k: v for k, v in made.state_dict().items() if k in itself.state_dict()})
+    inputs = ids_and_keep(LENGTHS, 9)
+    assert torch.equal(logits_of(made, *inputs, budget=1.0), logits_of(itself, *inputs))
 
 
 # ---------------------------------------------------------------- the engine
@@ -276,6 +305,19 @@ def test_tuning_tries_other_margins_and_uses_the_one_it_picks(folders, capsys):
         assert "use --budget" in said
 
 
+def test_a_model_that_is_far_too_sure_has_no_margin_twice(folders):
+    folder, *_ = folders
+    model = BudgetFormerForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        model.classifier.out.weight.mul_(30)
+    model.save_pretrained(folder)
+    engine = Engine.load(folder)
+    points = measure(engine, tokenise(engine.tokenizer, WORDS, max_length=engine.max_length), None, [0.5])
+    ways = [(point.budget, point.margin) for point in points]
+    assert (None, 1.0) in ways
+    assert len(ways) == len(set(ways))
+
+
 def test_a_folder_that_lost_a_tensor_of_the_twin_is_refused_by_name(folders):
     folder, *_ = folders
     tensors = load_file(folder / "model.safetensors")
@@ -314,6 +356,23 @@ def test_the_twin_answers_by_default_where_the_embeddings_stay_its_own():
         job.budget_of(settings(second_answers="twin", freeze_embeddings=False))
     with pytest.raises(UsageError, match="second='twin'"):
         BudgetConfig(target=0.5, second="twin")
+
+
+def test_who_answers_again_is_taken_as_told_or_refused():
+    heads = TrainSettings(data="x.csv", output_dir="x", model="demo", target_budget=0.25, second_answers="twin")
+    with pytest.raises(UsageError, match="second='twin': the twin runs whole layers"):
+        job.budget_of(heads)
+    assert job.budget_of(settings(relevance="learned", first_share=1.0, second_answers="twin")).second == "twin"
+    assert job.budget_of(settings(relevance="learned", first_share=1.0)).second == "self"
+    learned = job.budget_of(settings(relevance="learned", levels="0.15"))
+    assert (learned.second, learned.whole, learned.levels) == ("twin", 0.3, (0.15,))
+
+
+def test_a_model_with_a_budget_is_no_dense_one_to_start_from(folders):
+    folder, *_ = folders
+    asked = settings(dense=str(folder))
+    with pytest.raises(UsageError, match="has a budget itself; give a dense model"):
+        job._dense_twin(asked, None, None, None, None, folder, print)
 
 
 def test_the_budgeted_model_begins_with_its_twin_beside_it():

@@ -268,6 +268,7 @@ def from_pretrained_encoder(
     classifier.budgetformer.encoder.load_state_dict(to_ours(inner, family, sizes), strict=False)
     if keep_head:
         classifier.load_state_dict(_gather(iter(family.head.items()), state), strict=False)
+    classifier.keep_twin(classifier)
     return classifier.eval()
 
 
@@ -295,6 +296,7 @@ def _from_ours(
         return model.eval()
     classifier = BudgetFormerForSequenceClassification(made)
     classifier.budgetformer.load_state_dict(kept, strict=False)
+    classifier.keep_twin(classifier)
     return classifier.eval()
 
 

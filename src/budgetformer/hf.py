@@ -246,7 +246,7 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             budget = self._next_level()
             routed = budget is None
         inputs = (input_ids, keep, token_type_ids)
-        whole = self._of_twin(budget, keep)
+        whole = self._of_twin(budget, keep) if gates is None and blocks is None else None
         again = None
         if whole is not None and len(whole) == len(keep):
             out, logits = self._every_unit(inputs, options)
@@ -259,7 +259,8 @@ class BudgetFormerForSequenceClassification(BudgetFormerPreTrainedModel):
             if whole is not None and len(whole):
                 part = tuple(None if tensor is None else tensor[whole] for tensor in inputs)
                 second, later = self._every_unit(part, options)
-                out, logits = _merged(out, second, whole), logits.index_copy(0, whole, later)
+                out = _merged(out, second, whole, counted=again is None)
+                logits = logits.index_copy(0, whole, later)
         parts = None
         if labels is not None:
             parts = self._losses(logits, labels, teacher_logits, sample_weight, out, keep, routed)
@@ -424,18 +425,29 @@ def _flag(asked: bool | None, default: bool | None) -> bool:
     return bool(default if asked is None else asked)
 
 
-def _merged(out: EncoderOutput, second: EncoderOutput, rows: Tensor) -> EncoderOutput:
-    """The encoding with that of `rows` made anew; the routings stay those of the first time."""
+def _merged(out: EncoderOutput, second: EncoderOutput, rows: Tensor, *, counted: bool) -> EncoderOutput:
+    """The encoding with that of `rows` made anew. counted: their routings too, else those stay as of the first time."""
+
+    def put(first: Tensor, later: Tensor) -> Tensor:
+        return first.index_copy(0, rows, later.to(first.dtype))
 
     def merged(first: Any, later: Any) -> Any:
-        return None if first is None else tuple(a.index_copy(0, rows, b) for a, b in zip(first, later, strict=True))
+        return None if first is None else tuple(put(a, b) for a, b in zip(first, later, strict=True))
 
-    return replace(
+    def routed(first: tuple[Routing, ...], later: tuple[Routing, ...]) -> tuple[Routing, ...]:
+        pairs = [(vars(a), vars(b)) for a, b in zip(first, later, strict=True)]
+        return tuple(Routing(**{name: put(a[name], b[name]) for name in a}) for a, b in pairs)
+
+    made = replace(
         out,
-        hidden=out.hidden.index_copy(0, rows, second.hidden),
+        hidden=put(out.hidden, second.hidden),
         all_hidden=merged(out.all_hidden, second.all_hidden),
         all_weights=merged(out.all_weights, second.all_weights),
     )
+    if not counted:
+        return made
+    blocks = routed(out.block_routings, second.block_routings)
+    return replace(made, routings=routed(out.routings, second.routings), block_routings=blocks)
 
 
 def _routing_fields(out: EncoderOutput, again: Tensor | None = None) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def _margins(engine: Engine, tokens: Sequence[Tokens]) -> list[Way]:
     if engine.weights.budget.cascade == 0 and engine.weights.budget.second == "self":
         return []
     sure = margins(engine.answer(tokens, margin=0.0).probabilities, engine.multi_label)
-    return [(None, round(float(margin), 6)) for margin in sorted({0.0, *np.quantile(sure, AGAIN[1:])})]
+    # Rounded first: of a model that is far too sure, many shares have the same margin.
+    tried = {0.0, *(round(float(margin), 6) for margin in np.quantile(sure, AGAIN[1:]))}
+    return [(None, margin) for margin in sorted(tried)]
 
 
 def pick(points: Sequence[Point], max_ms_per_text: float | None, max_accuracy_loss: float | None) -> Point:

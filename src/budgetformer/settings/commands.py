@@ -195,7 +195,8 @@ class TrainSettings(Checked):
     first_share: float | None = in_budget(
         optional(SHARE),
         "share of the budget that first answers spend; the rest goes to second ones, every unit on, where a first is "
-        "unsure [default: 0.6 with other blocks, else 1; settled anew after training where the order is fixed]",
+        "unsure [default: 1 with heads alone, or a fixed order without a twin, else 0.6; settled anew after training "
+        "where the order is fixed]",
     )
     whole_share: float | None = in_budget(
         optional(number(0, 1, below=True)),

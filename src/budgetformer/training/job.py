@@ -59,7 +59,7 @@ RECIPES = {
     ("fixed", "twin"): Recipe(first=0.6, whole=0.3, levels=(0.8, 1.2), dense=2, budgeted=3, rate=2.0),
     # Settling may find cheaper first answers.
     ("fixed", "self"): Recipe(first=1.0, whole=0.13, levels=(0.6, 2.0), dense=2, budgeted=2, rate=2.0),
-    ("learned", "twin"): Recipe(first=0.6, whole=0.0),
+    ("learned", "twin"): Recipe(first=0.6, whole=0.3),
     ("learned", "self"): Recipe(first=0.6, whole=0.2),
 }
 
@@ -167,7 +167,8 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
     """
     blocks, target = settings.scope == "heads+blocks", settings.target_budget
     relevance = settings.relevance or ("fixed" if blocks else "learned")
-    second = settings.second_answers or ("twin" if blocks and target < 1 and _frozen(settings) else "self")
+    twice = target < 1 and (relevance == "fixed" or settings.first_share != 1.0)
+    second = settings.second_answers or ("twin" if blocks and twice and _frozen(settings) else "self")
     if second == "twin" and not _frozen(settings):
         raise UsageError(
             "second_answers=twin: the twin reads the model's embeddings, and these would be trained away from it; "
@@ -185,7 +186,7 @@ def budget_of(settings: TrainSettings) -> BudgetConfig:
         scope=settings.scope,
         ffn_blocks=settings.ffn_blocks,
         relevance=relevance,
-        second=second if relevance == "fixed" or first < 1 else "self",
+        second=second,
         first=first,
         whole=whole if levels or (first < 1 and second == "self") else 0.0,
         levels=levels,
@@ -315,6 +316,8 @@ def _dense_twin(settings, model, tokenizer, train_rows: Encoded, validation, fol
     if given is not None:
         check_model_folder(given)
         twin: Any = BudgetFormerForSequenceClassification.from_pretrained(given)
+        if twin.config.budget_config.routes:
+            raise UsageError(f"dense={given}: has a budget itself; give a dense model, as {given}/dense may be")
         names = list(twin.config.id2label.values())
         if names != list(model.config.id2label.values()):
             raise UsageError(f"dense={given}: its {len(names)} labels are not those of the data; train it on this data")
