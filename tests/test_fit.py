@@ -115,6 +115,8 @@ def test_resuming_with_another_setting_is_refused(tmp_path):
         run(tmp_path, resume="auto", learning_rate=0.5, seed=1)
     with pytest.raises(UsageError, match="rows=61, now 41"):
         run(tmp_path, resume="auto", data=make_data(41))
+    with pytest.raises(UsageError, match=r"whole=0\.0, now 0\.3; levels=\[\], now \[0\.4\]"):
+        run(tmp_path, resume="auto", model=make_model(budget={"levels": (0.4,), "whole": 0.3}))
 
 
 def in_process(output: Path, **options):

@@ -111,7 +111,9 @@ class BudgetFormerLayer(GradientCheckpointingLayer, EncoderLayer):
 
 
 class BudgetFormerModel(BudgetFormerPreTrainedModel):
-    """The encoder without a classifier."""
+    """The encoder without a classifier, and without a twin, whose answers are all that is wanted of it."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^twin\."]  # noqa: RUF012
 
     def __init__(self, config: BudgetFormerConfig):
         super().__init__(config)

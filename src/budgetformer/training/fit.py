@@ -26,6 +26,8 @@ TOLERANCE = 0.02  # how far an epoch's share of the units' FLOPs may lie above t
 OVER_BUDGET = 1e3  # above any difference of scores
 # What may differ between a run and its resumption without changing where it ends.
 FREE = ("output_dir", "resume", "keep_checkpoints", "quiet", "num_workers", "device")
+# What of the budget may not, beside its target: it says at which cost a step runs.
+TAUGHT = ("scope", "ffn_blocks", "relevance", "second", "first", "whole", "levels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +95,11 @@ def fit(
     def warn(line: str) -> None:
         echo(f"warning: {line}")
 
-    target = model.config.budget_config.target
+    budget = model.config.budget_config
     course = {key: value for key, value in asdict(options).items() if key not in FREE}
-    course |= {"rows": len(train), "target_budget": target, "processes": processes.num_processes}
+    course |= {"rows": len(train), "target_budget": budget.target, "processes": processes.num_processes}
+    taught = {name: value for name, value in vars(budget).items() if name in TAUGHT}
+    course |= taught | {"levels": list(budget.levels)}  # as JSON has it
     resume = checkpoints.resolve(options.resume, options.output_dir, warn, course)
     processes.wait_for_everyone()
     if resume is not None:

@@ -66,8 +66,8 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
     """Find the margin below which an input is answered again, so that both answers together meet the target.
 
     encoded: texts that training has not seen, since on those it has seen a model is too sure. Where they have labels
-    and the order of units is fixed, the levels up to the target are tried as first answers too (at the target nothing
-    is left for second ones), and what has the least loss is taken, after a temperature each. Sets
+    and the order of units is fixed, the levels up to the target and the target itself are tried as first answers too
+    (there nothing is left for second ones), and what has the least loss is taken, after a temperature each. Sets
     `BudgetConfig.cascade` and `first` in the model's config, the routers to the first answer, and returns the margin.
     """
     config = model.config
@@ -76,7 +76,8 @@ def settle_cascade(model: Any, encoded: Encoded) -> float:
     labels = [item["labels"] for item in encoded.items if "labels" in item]
     firsts: list[float | None] = [None]
     if budget.relevance == "fixed" and len(labels) == len(encoded):
-        firsts += [level for level in budget.levels if level <= budget.target and level != budget.first_target]
+        others = {*budget.levels, budget.target} - {budget.first_target}
+        firsts += sorted(level for level in others if level <= budget.target)
     whole = predict(model.eval(), encoded, budget=1.0).logits if len(firsts) > 1 else None
     ways = []
     for first in firsts:
